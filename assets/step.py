@@ -212,15 +212,13 @@ def run_step(
 @contextmanager
 def _page_written(recipe: Recipe, asset: str, *, log: Log) -> Generator[None]:
     """Write `reports/index.html` after a stage with which a job may end, and after one that fails."""
-    is_last = False
+    has_failed = True
     try:
         yield
-        is_last = asset in _LAST_OF_A_JOB
-    except BaseException:
-        is_last = True
-        raise
+        has_failed = False
     finally:
         # A working copy of outputs at an address has the files of this stage alone.
+        is_last = has_failed or asset in _LAST_OF_A_JOB
         if is_last and not isinstance(recipe.output_address, Url):
             _write_page(recipe, log)
 
@@ -230,6 +228,6 @@ def _write_page(recipe: Recipe, log: Log) -> None:
 
     try:
         write_page(recipe)
-    # Without its page, a training is worth the same.
+    # A page that cannot be written must not fail the training.
     except Exception as err:
         log(f"warning: {page_path(recipe.output_dir)} was not written: {type(err).__name__}: {err}")

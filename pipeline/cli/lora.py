@@ -203,7 +203,7 @@ def _report(result: Combined, reduction: Reduction) -> None:
         key = min(result.energies, key=result.energies.__getitem__)
         mean = sum(result.energies.values()) / len(result.energies)
         echo(f"  energy kept: {mean:.2%} on average, at least {result.energies[key]:.2%}, in {key}")
-        echo("  the file was read back: every layer lacks this energy and nothing else")
+        echo("  the file was read back: its only error is the energy that was cut off")
     else:
         echo(f"  the file was read back: every layer is within {result.error:.2g} of the exact sum")
 

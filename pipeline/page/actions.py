@@ -57,7 +57,7 @@ class Jobs:
     )
 
     def start(self, recipe: Recipe) -> str:
-        """Start or resume the recipe's job, and return what was done."""
+        """Start or resume the recipe's job, and return a message for the page."""
         if self.is_running(recipe):
             return "the job is running already"
         runs = read_runs(recipe.output_dir)
@@ -66,7 +66,7 @@ class Jobs:
 
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._log(recipe).open("wb") as log:
-            # A session of its own, because Ctrl-C for the server is not meant for the training.
+            # In a new session, so that Ctrl-C for the server does not stop the training.
             process = subprocess.Popen(
                 [*self.command, "run", recipe.name],
                 stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ class Jobs:
         return f"started: {start_command(recipe)}"
 
     def stop(self, recipe: Recipe) -> str:
-        """Stop the job as Ctrl-C does: a training saves a checkpoint first. Return what was done."""
+        """Stop the job as Ctrl-C does: a training saves a checkpoint first. Return a message for the page."""
         process = self._process(recipe)
         if process is None:
             return "the page has started no job that runs; use Ctrl-C in its terminal, or Dagster's UI"

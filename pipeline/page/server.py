@@ -118,7 +118,7 @@ class _Guard:
         if "token" not in request.query_params:
             return None
         rest = urlencode([pair for pair in request.query_params.multi_items() if pair[0] != "token"])
-        # A path such as //other.site would be an address of its own.
+        # Browsers read a path such as //other.site as another host.
         path = "/" + request.url.path.lstrip("/")
         response = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303)
         if self._is_token(request.query_params["token"]):
