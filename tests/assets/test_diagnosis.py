@@ -20,7 +20,8 @@ def test_a_recipe_with_the_section_has_the_asset_between_caches_and_training(tmp
     own_keys = {key for key in graph.get_all_asset_keys() if key.path[0] == "flowers"}
     assert own_keys == {KEY, *(AssetKey(["flowers", name]) for name in SPECS)}
     caches = {AssetKey(["flowers", name]) for name in ("vae_latents", "text_embeddings")}
-    assert graph.get(KEY).parent_keys == caches
+    model = AssetKey(["source_models", "models", "none"])
+    assert graph.get(KEY).parent_keys == {*caches, model}
     assert KEY in graph.get(AssetKey(["flowers", "trained_lora"])).parent_keys
     cached = repository.get_job("flowers_cache").asset_layer.selected_asset_keys
     assert {key.path[-1] for key in cached} == set(SPECS) - {"trained_lora"}
