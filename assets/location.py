@@ -7,9 +7,8 @@ from typing import Any
 from dagster import AssetExecutionContext, ExecutorDefinition
 
 from assets.names import DEFAULT_RUN_CONFIG, LAUNCHER_RESOURCE, TABLES_RESOURCE
-from pipeline.processes.launch import Launch
 from pipeline.recipe import Recipe
-from resources.gpu_pool import in_pool
+from resources.gpu_pool import PoolLaunch
 from resources.local_launcher import AccelerateLauncher
 
 
@@ -43,6 +42,6 @@ class Location:
         """Return the launcher of a step that requires it."""
         return getattr(context.resources, self.launcher)
 
-    def launch(self, context: AssetExecutionContext, recipe: Recipe) -> Launch:
+    def launch(self, context: AssetExecutionContext, recipe: Recipe) -> PoolLaunch:
         """Return a `Launch` of the step's launcher that waits for a place in the pool."""
-        return in_pool(context, self.pool, self.launcher_of(context).bind(context, recipe.accelerate))
+        return PoolLaunch(context, self.pool, self.launcher_of(context).bind(context, recipe.accelerate))

@@ -41,13 +41,15 @@ def build_sweep(recipe: Recipe, location: Location) -> AssetsDefinition:
         context: AssetExecutionContext, latents: Any, text: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.sweep import checks
+        from pipeline.sweep.concurrency import Concurrency
         from pipeline.sweep.stage import sweep
 
         def materialize() -> MaterializeResult[Any]:
             launch = location.launch(context, recipe)
             number = location.launcher_of(context).concurrent_trainings
+            concurrency = Concurrency(number, launch.place)
             result = sweep(
-                recipe, latents, text, launch=launch, log=run_log(context), concurrent_trainings=number
+                recipe, latents, text, launch=launch, log=run_log(context), concurrency=concurrency
             )
             shown = picture_metadata(recipe.output_dir / "reports" / "sweep")
             pictures = pictures_once(context, shown)

@@ -6,10 +6,9 @@ that no entry is missing, for example until another run has ended its training.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from resources.process_output import uninterrupted
@@ -37,29 +36,30 @@ _PRIORITY_TAG = "dagster/priority"
 """Dagster's tag for the priority of a run in its queue and in pools."""
 
 
-def in_pool(context: AssetExecutionContext, pool: str, launch: Launch) -> Launch:
-    """Return a `Launch` that waits for a place in `pool`, and holds it until the processes have ended.
+class PoolLaunch:
+    """A `Launch` that waits for a place in a pool, and holds it until the processes have ended."""
 
-    Launches in several threads of the step share its place.
-    """
-    lock, holding = threading.Lock(), ExitStack()
-    num_launched = 0
+    def __init__(self, context: AssetExecutionContext, pool: str, launch: Launch) -> None:
+        self._context, self._pool, self._launch = context, pool, launch
+        self._is_held = False
 
-    def launch_in_pool(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
-        nonlocal num_launched
-        with lock:
-            if num_launched == 0:
-                holding.enter_context(_place(context, pool))
-            num_launched += 1
-        try:
-            launch(module, job_file, meanwhile)
-        finally:
-            with lock:
-                num_launched -= 1
-                if num_launched == 0:
-                    holding.close()
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        """See `Launch.__call__`."""
+        with nullcontext() if self._is_held else self.place():
+            self._launch(module, job_file, meanwhile)
 
-    return launch_in_pool
+    @contextmanager
+    def place(self) -> Generator[None]:
+        """Wait for a place that all launches within the context share, also those of other threads.
+
+        The main thread waits here before it starts threads, because signals interrupt no other thread.
+        """
+        with _place(self._context, self._pool):
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
 
 
 @contextmanager

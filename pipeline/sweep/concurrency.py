@@ -5,9 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 _PAUSE_S = 0.5
 """Seconds between two requests to stop: a process that is just starting deletes requests."""
+
+
+@dataclass(frozen=True)
+class Concurrency:
+    """How many variants are trained at the same time.
+
+    Attributes:
+        number: Largest number of trainings at the same time. `launch` is called in that many threads, and
+            the result of the sweep does not depend on it.
+        place: Entered by the thread of the sweep around several trainings, for example to wait for a GPU.
+    """
+
+    number: int = 1
+    place: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+ONE_AT_A_TIME = Concurrency()
 
 
 def call_concurrently(

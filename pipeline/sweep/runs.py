@@ -100,6 +100,12 @@ class VariantRun:
         train_part(self.entries, part, self.facts, self.table, launch=launch, log=log)
         return True
 
+    def is_trained(self, step: int, *, measured: bool) -> bool:
+        """Return whether `train` has nothing to launch."""
+        if step >= self.steps:
+            return read_record(self.layout.finished).get("steps", 0) >= self.steps
+        return self._is_saved(step, measured=measured) or self._trained_steps() > step
+
     def request_stop(self) -> None:
         """Stop the training of the run after its current step with a checkpoint, if it is being trained."""
         if is_being_trained(self.layout):

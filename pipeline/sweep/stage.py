@@ -10,6 +10,7 @@ import json
 import math
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from pipeline.log import NOTE, Log
 from pipeline.recipe.evaluation import EvaluationSettings
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import Tables, empty, frame
-from pipeline.sweep.concurrency import call_concurrently
+from pipeline.sweep.concurrency import ONE_AT_A_TIME, Concurrency, call_concurrently
 from pipeline.sweep.halving import affordable, num_kept, rungs
 from pipeline.sweep.judging import Cost, Decision, Judged, decide, judge
 from pipeline.sweep.report import Shown, write_pictures
@@ -50,7 +51,7 @@ def sweep(
     *,
     launch: Launch,
     log: Log,
-    concurrent_trainings: int = 1,
+    concurrency: Concurrency = ONE_AT_A_TIME,
 ) -> StageResult:
     """Find the best variant of the recipe. Its own run, tables, reports and `lora/` stay as they are.
 
@@ -63,8 +64,7 @@ def sweep(
         text: Table of text_embeddings.
         launch: Launches the training, and the processes that draw and score.
         log: Log of the step.
-        concurrent_trainings: Maximum number of variants that are trained at the same time. `launch` is called
-            in that many threads. The result does not depend on it.
+        concurrency: How many variants are trained at the same time.
 
     Raises:
         GateClosedError: An upstream gate is closed; nothing was launched.
@@ -79,7 +79,7 @@ def sweep(
     chosen = variants(recipe)
     # The command, and a selection of this asset alone, run no check of the assets before it.
     require_open_gates(recipe, log=log)
-    running = _Sweep(recipe, chosen, launch, log, watch, concurrent_trainings)
+    running = _Sweep(recipe, chosen, launch, log, watch, concurrency)
     with planner(recipe, latents, text, launch=launch, log=log) as planned:
         for variant in chosen:
             runs = recorded(partial(planned.runs_of, variant), running.failed, variant.number)
@@ -111,7 +111,7 @@ class _Sweep:
     launch: Launch
     log: Log
     watch: Stopwatch
-    concurrent_trainings: int
+    concurrency: Concurrency
     runs: dict[int, tuple[VariantRun, ...]] = field(default_factory=dict[int, "tuple[VariantRun, ...]"])
     failed: dict[int, LatentlineError] = field(default_factory=dict[int, LatentlineError])
     rows: list[Row] = field(default_factory=list[Row])
@@ -122,6 +122,11 @@ class _Sweep:
     def settings(self) -> SweepSettings:
         """The section `sweep`."""
         return require_sweep(self.recipe)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether a rung needs the validation loss of its step."""
+        return self.settings.judge == "validation_loss"
 
     @property
     def names(self) -> dict[int, str]:
@@ -180,13 +185,19 @@ class _Sweep:
             for run in [run for variant in tuple(started) for run in self.runs[variant]]:
                 run.request_stop()
 
-        call_concurrently([partial(train, variant) for variant in entered], self.concurrent_trainings, stop)
+        calls = [partial(train, variant) for variant in entered]
+        several = self.concurrency.number > 1 and self._trains(entered, fraction)
+        with self.concurrency.place() if several else nullcontext():
+            call_concurrently(calls, self.concurrency.number, stop)
         return unjudged
 
+    def _trains(self, entered: Sequence[int], fraction: float) -> bool:
+        runs = [run for variant in entered for run in self.runs[variant]]
+        return not all(run.is_trained(run.step_at(fraction), measured=self._measures) for run in runs)
+
     def _train_one(self, variant: int, fraction: float) -> bool:
-        measured = self.settings.judge == "validation_loss"
         trained = [
-            run.train(run.step_at(fraction), measured=measured, launch=self.launch, log=self.log)
+            run.train(run.step_at(fraction), measured=self._measures, launch=self.launch, log=self.log)
             for run in self.runs[variant]
         ]
         return all(trained)

@@ -17,6 +17,7 @@ from pipeline.errors import LaunchError, ModelError, StoreError
 from pipeline.processes.launch import TRAINING_MODULE, LocalLaunch
 from pipeline.recipe import AccelerateSettings
 from pipeline.recipe.sweep import SweepSettings
+from pipeline.sweep.concurrency import Concurrency
 from pipeline.sweep.stage import sweep
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics, read_record
 from tests.free_ports import free_ports
@@ -388,7 +389,7 @@ def test_variants_of_a_sweep_train_on_both_nodes_with_the_table_of_one_machine(
     messages, error = in_step(
         launcher(num_cpus=2),
         lambda launch: results.append(
-            sweep(recipe, *tables, launch=launch, log=str, concurrent_trainings=2).table
+            sweep(recipe, *tables, launch=launch, log=str, concurrency=Concurrency(2)).table
         ),
         recipe.accelerate,
     )

@@ -14,7 +14,7 @@ from dagster import AssetExecutionContext, DagsterInstance, ExecuteInProcessResu
 
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import Meanwhile
-from resources.gpu_pool import WAITING, in_pool
+from resources.gpu_pool import WAITING, PoolLaunch
 from tests.waiting import until
 
 ONE_PLACE = "concurrency: {pools: {default_limit: 1, granularity: op}}\n"
@@ -66,7 +66,7 @@ class Launches:
 
         @asset
         def work(context: AssetExecutionContext) -> None:
-            launch = in_pool(context, "gpu", self)
+            launch = PoolLaunch(context, "gpu", self)
             for _ in range(number):
                 launch("a.module", Path("job.json"), len)
 
@@ -83,26 +83,27 @@ def test_a_place_is_held_during_each_launch_and_is_free_after_it(instance: Dagst
 
 
 def test_launches_in_several_threads_share_the_place_of_their_step(instance: DagsterInstance) -> None:
-    both, second_ended, holders = threading.Barrier(2), threading.Event(), list[list[str]]()
+    both, holders = threading.Barrier(2), list[list[str]]()
 
     def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         both.wait(timeout=60)
-        if module == "first":
-            second_ended.wait(timeout=60)
-            holders.append(claimed(instance))
+        holders.append(claimed(instance))
 
     @asset
     def work(context: AssetExecutionContext) -> None:
-        shared = in_pool(context, "gpu", launch)
-        first = threading.Thread(target=shared, args=("first", Path("job.json")))
-        first.start()
-        shared("second", Path("job.json"))
-        second_ended.set()
-        first.join()
+        shared = PoolLaunch(context, "gpu", launch)
+        with shared.place():
+            threads = [threading.Thread(target=shared, args=("a.module", Path("job.json"))) for _ in "12"]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            holders.append(claimed(instance))
+        holders.append(claimed(instance))
 
     result = materialize([work], instance=instance)
-    assert holders == [[result.run_id]], "the end of the second launch does not free the place"
-    assert claimed(instance) == []
+    assert holders == [[result.run_id]] * 3 + [[]]
+    assert queued(instance) == []
 
 
 def test_a_step_that_launches_nothing_does_not_wait(instance: DagsterInstance) -> None:
@@ -190,11 +191,11 @@ STEP = """
 import sys
 from pathlib import Path
 from dagster import AssetExecutionContext, DagsterInstance, asset, materialize
-from resources.gpu_pool import in_pool
+from resources.gpu_pool import PoolLaunch
 
 @asset
 def work(context: AssetExecutionContext) -> None:
-    in_pool(context, "gpu", lambda *_: Path(sys.argv[2]).touch())("a.module", Path("job.json"))
+    PoolLaunch(context, "gpu", lambda *_: Path(sys.argv[2]).touch())("a.module", Path("job.json"))
 
 with DagsterInstance.from_config(sys.argv[1]) as instance:
     materialize([work], instance=instance)

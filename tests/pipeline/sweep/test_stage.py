@@ -6,7 +6,8 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.reporting.findings import CheckContext
 from pipeline.reporting.reports import StageResult
 from pipeline.storage.tables import SCHEMAS, Tables
 from pipeline.sweep import checks
+from pipeline.sweep.concurrency import Concurrency
 from pipeline.sweep.stage import sweep
 from pipeline.sweep.variants import variants
 from pipeline.trained_lora.job import read_job
@@ -180,10 +182,23 @@ def test_variants_that_are_trained_at_the_same_time_have_the_table_of_a_sweep_on
     shutil.rmtree(output)
     shutil.copytree(pristine, output)
 
-    launch, arguments = TwoAtOnce(), (sweeping.recipe, sweeping.latents, sweeping.text)
-    result = sweep(*arguments, launch=launch, log=launch.lines.append, concurrent_trainings=2)
-    assert launch.modules.count(TRAINING_MODULE) == 6
-    assert result.table.equals(expected)
+    launch, events = TwoAtOnce(), list[str]()
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        assert threading.current_thread() is threading.main_thread(), "signals interrupt no other one"
+        events.append(f"{launch.modules.count(TRAINING_MODULE)} before")
+        yield
+        events.append(f"{launch.modules.count(TRAINING_MODULE)} after")
+
+    def result() -> StageResult:
+        tables = (sweeping.recipe, sweeping.latents, sweeping.text)
+        return sweep(*tables, launch=launch, log=launch.lines.append, concurrency=Concurrency(2, place))
+
+    assert result().table.equals(expected)
+    assert events == ["0 before", "4 after", "4 before", "6 after"]
+    assert result().table.equals(expected)
+    assert len(events) == 4, "a sweep with nothing to train waits for no place"
 
 
 class Killed(BaseException):
