@@ -32,6 +32,7 @@ COMMANDS = {
     "run": "pipeline.cli.run",
     "ui": "pipeline.cli.ui",
     "explain": "pipeline.cli.explain",
+    "edit-caption": "pipeline.cli.edit_caption",
     "verify": "pipeline.cli.verify",
     "pack": "pipeline.cli.pack",
     "gc": "pipeline.cli.gc",

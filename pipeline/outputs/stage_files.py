@@ -21,6 +21,8 @@ _STAGE_REJECTIONS = "tables/rejected/"
 _SCAN_INDEX = "tables/known/"
 """What scans and validations have read, so that no machine reads unchanged images and captions again."""
 
+_EDITED_CAPTIONS = "captions/"
+
 _DATASET_PAGE = "reports/dataset/"
 
 EXPORTED_STEP = "runs/exported_step.json"
@@ -112,6 +114,8 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
     tables = (*_MORE_TABLES.get(asset, ()), asset)
     reports = (*_BEFORE[asset], asset)
     index = (_SCAN_INDEX,) if asset in _SCANNING else ()
+    if asset == "validated_dataset":
+        outputs.fetch(_EDITED_CAPTIONS)
     if asset == "evaluation" and not checks_only:
         # The stage itself fetches the LoRA files of its steps.
         outputs.fetch(_EVALUATION_ENTRIES, "lora/provenance.json", EXPORTED_STEP)
@@ -163,7 +167,7 @@ def fetch_for_command(outputs: OutputFolder) -> None:
     if not outputs.is_remote:
         return
     reports = [report_file(asset) for asset in _BEFORE]
-    outputs.fetch("tables/", *reports, "lora/provenance.json", EXPORTED_STEP)
+    outputs.fetch("tables/", _EDITED_CAPTIONS, *reports, "lora/provenance.json", EXPORTED_STEP)
     outputs.fetch_listed(run_records(outputs))
 
 

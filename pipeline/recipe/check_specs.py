@@ -190,6 +190,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "file with a text is used.",
         ),
         _warning(
+            "edits_matched",
+            "Edited captions in output_dir/captions/ that belong to no image.",
+            "Rename the file to captions/<sample id>.txt, such as captions/photos/rose.png.txt, or delete "
+            "it. A renamed image has another sample id.",
+        ),
+        _warning(
             "captions_plausible",
             "Captions with more than a description: refusals, chatter and reasoning of captioning models, "
             "HTML, RTF, JSON, Markdown, links, and prompt syntax of web UIs such as `<lora:...>`, "

@@ -110,7 +110,9 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "file_bytes": _int64("Size of the image file."),
         "caption": _text("First caption, canonical."),
         "more_captions": _text("Further captions as a JSON array."),
-        "caption_from": _text('Caption source: "sidecar:<path>", "filename", "fixed", "column", "fallback".'),
+        "caption_from": _text(
+            'Caption source: "sidecar:<path>", "filename", "fixed", "column", "fallback", "edit".'
+        ),
         "focus_x": _float64("Horizontal focus point that a crop keeps in view, 0 (left) to 1."),
         "focus_y": _float64("Vertical focus point that a crop keeps in view, 0 (top) to 1."),
         "decoder": _text("Decoder and version that checked the file."),

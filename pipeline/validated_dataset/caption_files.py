@@ -69,10 +69,19 @@ def read_caption_file(
             link that leads out of the dataset (`caption_outside_dataset`).
     """
     sidecar = sidecar_path(path, suffix)
-    where = source.where(sidecar)
     if source.threads is not None and num_bytes == NO_FILE[0]:
         return None  # saves a request for each image
+    text = read_caption_text(settings, source, sidecar, num_bytes)
+    if text is None or suffix.lower() != JSON_SUFFIX:
+        return None if text is None else [text]
+    return _texts_in_json(text, settings.json_key, source.where(sidecar))
 
+
+def read_caption_text(
+    settings: CaptionSettings, source: Source, sidecar: str, num_bytes: int = 0
+) -> str | None:
+    """Return the decoded text of a caption file, or None if it does not exist; see `read_caption_file`."""
+    where = source.where(sidecar)
     try:
         with source.open_text(sidecar, num_bytes) as opened:
             # One byte more than allowed shows a file that is too large without reading all of it.
@@ -98,7 +107,7 @@ def read_caption_file(
             f"its caption {sidecar} has {controls:,} control characters among {len(text):,}: it is no text"
         )
         raise ImageError("caption_undecodable", detail, where=where, fix="write the caption as plain text")
-    return _texts_in_json(text, settings.json_key, where) if suffix.lower() == JSON_SUFFIX else [text]
+    return text
 
 
 def _require_no_other_type(data: bytes, sidecar: str, where: str) -> None:

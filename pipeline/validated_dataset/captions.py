@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 FALLBACK = "fallback"
 """Value of `caption_from` for a caption from `captions.fallback`."""
 
+EDITED = "edit"
+"""Value of `caption_from` for a caption that a person has edited, see `edited_captions`."""
+
 NO_CAPTION = ("caption_missing", "caption_empty")
 """Reasons of images without a caption, for which `captions.fallback` is used."""
 
@@ -63,7 +66,8 @@ class Caption(NamedTuple):
 
     Attributes:
         texts: At least one text in canonical form; none is empty.
-        source: "sidecar:<path>", "filename", "fixed", "column" or "fallback", for the column `caption_from`.
+        source: "sidecar:<path>", "filename", "fixed", "column", "fallback" or "edit", for the column
+            `caption_from`.
     """
 
     texts: tuple[str, ...]
@@ -97,7 +101,7 @@ def caption_of(
 
     # The fallback takes the same way as any caption: `replace` and the check of its text apply.
     text = _words_of_name(path) if settings.fallback == FILENAME else settings.fallback
-    return Caption(_usable_texts([text], settings, source.where(path)), FALLBACK)
+    return Caption(usable_texts([text], settings, source.where(path)), FALLBACK)
 
 
 def differing_files(
@@ -118,7 +122,7 @@ def differing_files(
             continue
         try:
             texts = read_caption_file(settings, source, path=path, suffix=suffix, num_bytes=num_bytes)
-            if texts is not None and _usable_texts(texts, settings, sidecar) != caption.texts:
+            if texts is not None and usable_texts(texts, settings, sidecar) != caption.texts:
                 differing.append(sidecar)
         except ImageError as err:
             if err.reason not in NO_CAPTION:
@@ -144,7 +148,7 @@ def _own_caption(
         if any(len(text) > MAX_TEXT_BYTES for text in texts):
             detail = f"its caption in the manifest has more than {MAX_TEXT_BYTES:,} characters"
             raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
-    return Caption(_usable_texts(texts, settings, where), settings.from_)
+    return Caption(usable_texts(texts, settings, where), settings.from_)
 
 
 def _sidecar_caption(
@@ -157,7 +161,7 @@ def _sidecar_caption(
         try:
             texts = read_caption_file(settings, source, path=path, suffix=suffix, num_bytes=num_bytes)
             if texts is not None:
-                usable = _usable_texts(texts, settings, source.where(sidecar))
+                usable = usable_texts(texts, settings, source.where(sidecar))
                 return Caption(usable, f"{SIDECAR}{sidecar}")
         except ImageError as err:
             # An unreadable file is an error even if a later file is readable: its text may be the better one.
@@ -179,8 +183,12 @@ def _words_of_name(path: str) -> str:
     return name.removesuffix(last_suffix(name)).replace("_", " ")
 
 
-def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -> tuple[str, ...]:
+def usable_texts(
+    texts: Sequence[str], settings: CaptionSettings, where: str, *, fix: str = ""
+) -> tuple[str, ...]:
     """Return the texts in canonical form, without those in which nothing is readable.
+
+    `fix` is the instruction for a caption without text; by default one for a file of the dataset.
 
     Raises:
         ImageError: No text is left (`caption_empty`), or one is invalid Unicode (`caption_undecodable`).
@@ -193,8 +201,9 @@ def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -
     written = [text for each in usable if (text := replaced(settings, each))]
     usable = [text for text in written if _is_readable(text)]
     if not usable:
-        fix = "write a caption, or remove the image"
-        fix += ", or set captions.fallback" if settings.from_ in ("sidecar", "column") else ""
+        if not fix:
+            fix = "write a caption, or remove the image"
+            fix += ", or set captions.fallback" if settings.from_ in ("sidecar", "column") else ""
         what = f"has no readable text: {written[0][:60]!a}" if written else "is empty"
         raise ImageError("caption_empty", f"the caption in {where} {what}", where=where, fix=fix)
     _require_valid_unicode(usable, where)

@@ -85,6 +85,7 @@ def run(context: CheckContext) -> list[Finding]:
         "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
         "validation_apart": _validation_apart(context.recipe, table),
         "captions_agree": _captions_agree(context),
+        "edits_matched": _edits_matched(context),
         **caption_outcomes(context.recipe, table),
         "look_alikes": _look_alikes(context.recipe, table, rejected),
         "look_alikes_agree": _look_alikes_agree(context.recipe, table),
@@ -163,6 +164,18 @@ def _captions_agree(context: CheckContext) -> Outcome:
     )
     fix = "delete the file that is out of date, or change the order in captions.suffix"
     return Outcome(False, summary, fix, rows, {"caption_conflicts": number})
+
+
+def _edits_matched(context: CheckContext) -> Outcome:
+    report = context.report(STAGE) or {}
+    number, paths = report.get("unmatched_edits", 0), report.get("named", {}).get("unmatched_edits", [])
+    if not number:
+        return Outcome(True, "each edited caption belongs to an image")
+    files = counted(number, "edited caption belongs", "edited captions belong")
+    fix = "rename the file to captions/<sample id>.txt, or delete it"
+    rows = [{"file": path} for path in paths]
+    summary = f"{files} to no image, first {paths[0]}"
+    return Outcome(False, summary, fix, rows, {"unmatched_edits": number})
 
 
 def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:

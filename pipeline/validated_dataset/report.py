@@ -35,7 +35,7 @@ from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.needed_columns import DECODING_COLUMNS
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
-from pipeline.validated_dataset.captions import caption_of, replaced
+from pipeline.validated_dataset.captions import EDITED, caption_of, replaced
 from pipeline.validated_dataset.picture_checks import (
     kinds,
     large_view_groups,
@@ -157,12 +157,19 @@ def replacement_preview(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     rows = [
         (sample_id, before, after)
         for settings in datasets
-        for sample_id, path in table.filter(dataset=settings.name).select("sample_id", "path").iter_rows()
+        for sample_id, path in _not_edited(table)
+        .filter(dataset=settings.name)
+        .select("sample_id", "path")
+        .iter_rows()
         for before, after in _changes(
             settings, sources, path, texts.get(settings.name, {}).get(composed(path))
         )
     ]
     return pl.DataFrame(rows, schema=dict.fromkeys(PREVIEW_COLUMNS, pl.String), orient="row")
+
+
+def _not_edited(table: pl.DataFrame) -> pl.DataFrame:
+    return table.filter(pl.col("caption_from") != EDITED) if "caption_from" in table.columns else table
 
 
 def _changes(

@@ -50,6 +50,7 @@ from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, column
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups, view_groups
+from pipeline.validated_dataset.edited_captions import EditedCaptions
 from pipeline.validated_dataset.filters import select
 from pipeline.validated_dataset.overlays import agreement
 from pipeline.validated_dataset.paired_files import PairedSamples
@@ -75,8 +76,9 @@ _SAMPLE_COLUMNS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _CaptionReader:
-    """A reader of captions and focus points. Every attribute maps a dataset's name to its part."""
+    """A reader of captions and focus points. Every other attribute maps a dataset's name to its part."""
 
+    edited: EditedCaptions
     settings: Mapping[str, DatasetSettings]
     sources: Mapping[str, Source]
     manifest_captions: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -97,7 +99,7 @@ class _CaptionReader:
             for name, table in manifests.items()
             if settings[name].focus_columns is not None
         }
-        return cls(settings, sources, captions, focuses)
+        return cls(EditedCaptions(recipe.output_dir), settings, sources, captions, focuses)
 
     def with_sidecars(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Add the column `sidecars`: the paths of an image's caption files; null in datasets without them."""
@@ -123,7 +125,8 @@ class _CaptionReader:
         source, texts = self.sources[dataset], self.manifest_captions.get(dataset, {}).get(composed(path))
         sizes = row["caption_bytes"] or ()
         try:
-            caption = caption_of(settings.captions, source, path, texts, sidecar_bytes=sizes)
+            caption = self.edited.read(settings.captions, row["sample_id"])
+            caption = caption or caption_of(settings.captions, source, path, texts, sidecar_bytes=sizes)
         except ImageError as err:
             if err.reason != "caption_missing" or not settings.is_manifest:
                 raise
@@ -174,7 +177,7 @@ def validate(
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
     captions = _CaptionReader.create(recipe, sources, manifests)
-    with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
+    with_rule = _with_caption_rule(recipe, captions.edited, captions.with_sidecars(chosen))
     readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
     complete, paired = readable, dict[str, PairedSamples]()
     for side_input in SIDE_INPUTS:
@@ -201,7 +204,11 @@ def validate(
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}
-    conflicts = _conflicts(distinct, {name: each.unmatched for name, each in paired.items()})
+    unmatched = {name: each.unmatched for name, each in paired.items()}
+    if captions.edited.files:
+        found = {*raw["sample_id"], *tables.read_rejected("raw_images")["sample_id"]}
+        unmatched["edits"] = captions.edited.without_image(found)
+    conflicts = _conflicts(distinct, unmatched)
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
@@ -224,13 +231,16 @@ def _require_same_datasets(recipe: Recipe, raw: pl.DataFrame) -> None:
         )
 
 
-def _with_caption_rule(recipe: Recipe, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `rule`; it is empty if a caption or focus point also depends on a manifest."""
+def _with_caption_rule(recipe: Recipe, edited: EditedCaptions, rows: pl.DataFrame) -> pl.DataFrame:
+    """Add the column `rule`; it is empty if a caption or focus point depends on a manifest or an edit."""
     rules = {
         each.name: (caption_rule(each) if each.focus_columns is None else None) or ""
         for each in recipe.datasets
     }
-    return rows.with_columns(rule=pl.col("dataset").replace_strict(rules, return_dtype=pl.String))
+    rule = pl.col("dataset").replace_strict(rules, return_dtype=pl.String)
+    # Edited captions are few, so they are read on every run.
+    is_edited = pl.col("sample_id").is_in(list(edited.files))
+    return rows.with_columns(rule=pl.when(is_edited).then(pl.lit("")).otherwise(rule))
 
 
 def _unchanged_samples(

@@ -41,6 +41,7 @@ COLUMNS: dict[str, list[set[str]]] = {
     "views_varied": [{"images", "number"}],
     "validation_apart": [{"images"}],
     "captions_agree": [{"sample_id", "used", "not_used"}],
+    "edits_matched": [{"file"}],
     "captions_plausible": [{"sample_id", "what", "text"}],
     "captions_repeated": [
         {"dataset", "caption", "images", "of", "first"},

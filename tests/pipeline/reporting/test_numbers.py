@@ -41,7 +41,7 @@ NUMBERS: dict[str, dict[str, dict[str, object]]] = {
         "shape_uniformity": {},
         "file_size_outliers": {"kept_bytes": 421981, "rejected_bytes": 0},
         "validation_apart": {},
-        **{name: {} for name in ("captions_agree", "captions_plausible")},
+        **{name: {} for name in ("captions_agree", "edits_matched", "captions_plausible")},
         "captions_repeated": {"repeated": 0, "phrases": 0},
         "caption_settings": {},
         "look_alikes": {"copies_left_out": 0, "groups": 0, "images_in_groups": 0, "near_duplicate_bits": 4},
