@@ -18,7 +18,7 @@ from pipeline.validated_dataset.edited_captions import (
 )
 
 
-@click.command(short_help="Replace the caption of one image, and leave the dataset as it is.")
+@click.command(short_help="Replace the caption of one image.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("sample", required=False)
 @click.argument("texts", metavar="[CAPTION]...", nargs=-1)
