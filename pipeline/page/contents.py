@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,8 @@ from pipeline.page.runs import Run, difference, loss_charts, more_charts, previe
 from pipeline.page.stages import read_stages
 from pipeline.reporting.reports import read_report
 from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER
+from pipeline.trained_lora.pictures.prepare import PICTURES_FOLDER
+from pipeline.trained_lora.previews import PROMPT_KEY
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -35,6 +40,48 @@ NUMBERS = ("learned", "obeys", "drift", "copies")
 """Numbers of an evaluation, in the order of their columns."""
 
 MAX_CARD_CHARACTERS = 20_000
+
+
+MAX_DRAWINGS = 24
+
+_DRAWN = re.compile(r"step-(\d+)-strength-(.+)-prompt-\d+\.png")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that `latentline sample` has drawn.
+
+    Attributes:
+        name: Name of its folder in `reports/pictures`.
+        text: Its step and strength.
+    """
+
+    path: Path
+    name: str
+    prompt: str
+    text: str
+
+
+def drawings(recipe: Recipe) -> list[Drawing]:
+    """Return the pictures that `latentline sample` has drawn last, the newest first."""
+    folders = [path for path in (recipe.output_dir / PICTURES_FOLDER).glob("[0-9]*") if path.name.isdecimal()]
+    folders.sort(key=lambda path: int(path.name), reverse=True)
+    paths = (path for folder in folders for path in sorted(folder.glob("*.png")))
+    return [each for path in islice(paths, MAX_DRAWINGS) if (each := _drawing(path, path.stat().st_mtime_ns))]
+
+
+@lru_cache(maxsize=256)
+def _drawing(path: Path, mtime_ns: int) -> Drawing | None:
+    from PIL import Image
+
+    del mtime_ns  # a picture that was drawn again is another argument
+    name = _DRAWN.fullmatch(path.name)
+    text = f"step {int(name[1]):,}, strength {name[2]}" if name else path.stem
+    try:
+        with Image.open(path, formats=("PNG",)) as picture:
+            return Drawing(path, path.parent.name, str(picture.info.get(PROMPT_KEY, "")), text)
+    except (OSError, ValueError, SyntaxError):
+        return None
 
 
 @dataclass(frozen=True)

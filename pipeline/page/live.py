@@ -13,12 +13,13 @@ from urllib.parse import quote, urlencode
 import polars as pl
 
 from pipeline.errors import LatentlineError
-from pipeline.page.actions import start_command
-from pipeline.page.contents import Limits, result_contents, run_rows, training_contents
+from pipeline.page.actions import DRAW, start_command
+from pipeline.page.contents import Limits, drawings, result_contents, run_rows, training_contents
 from pipeline.page.dataset import Dataset, read_dataset, reasons
 from pipeline.page.pictures import Reduced
 from pipeline.page.render import render
 from pipeline.page.runs import read_runs
+from pipeline.page.sample import address, read_sample, sample_contents
 from pipeline.page.stages import read_stages
 from pipeline.page.static import SECTIONS
 from pipeline.raw_images.sources import sources_of
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 IMAGES_PER_PAGE = 60
 RUNS_PER_PAGE = 20
 
-PAGES = {"": "Training", "dataset": "Dataset", "results": "Results", "runs": "Runs"}
+PAGES = {"": "Training", "dataset": "Dataset", "results": "Results", "runs": "Runs", "recipe": "Recipe"}
 """Heading of each page of a recipe by the end of its address."""
+
+_HEADINGS = {**SECTIONS, "job": "Job", "draw": "Draw a prompt", "drawings": "Drawn pictures"}
 
 SERVED_FOLDERS = ("reports", "runs", "lora")
 """Folders of the outputs whose files are served."""
@@ -133,7 +136,10 @@ def training_page(recipe: Recipe, jobs: Jobs, **more: Any) -> str:
         "",
         recipe,
         linked,
-        sections=("job", "stages", "training", "previews"),
+        sections=("job", "stages", "training", "previews", "draw", "drawings"),
+        drawings=drawings(recipe),
+        is_drawing=jobs.is_running(recipe, DRAW),
+        drawing_lines=jobs.last_lines(recipe, DRAW),
         is_running=jobs.is_running(recipe),
         lines=jobs.last_lines(recipe),
         command=start_command(recipe),
@@ -177,6 +183,21 @@ def dataset_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:
     )
 
 
+def sample_page(recipe: Recipe, sample_id: str, **more: Any) -> str | None:
+    """Return the page of one image, whose captions can be edited; None if no stage has seen it."""
+    row = read_sample(recipe, sample_id)
+    if row is None:
+        return None
+    contents = sample_contents(recipe, row, cached_dataset(recipe))
+    return _page("dataset", recipe, Linked(recipe), template="sample", **contents, **more)
+
+
+def recipe_page(recipe: Recipe, **more: Any) -> str:
+    """Return the page with the text of the recipe."""
+    text = recipe.source.read_text(encoding="utf-8", errors="replace")
+    return _page("recipe", recipe, Linked(recipe), template="recipe_file", text=text, **more)
+
+
 def results_page(recipe: Recipe, **more: Any) -> str:
     """Return the page with evaluation, sweep, diagnosis and the LoRA."""
     results = result_contents(recipe)
@@ -194,9 +215,17 @@ def runs_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:
     )
 
 
-def _page(name: str, recipe: Recipe, linked: Linked, *, sections: Sequence[str] = (), **values: Any) -> str:
+def _page(
+    name: str,
+    recipe: Recipe,
+    linked: Linked,
+    *,
+    template: str = "",
+    sections: Sequence[str] = (),
+    **values: Any,
+) -> str:
     return render(
-        f"live/{name or 'training'}.html",
+        f"live/{template or name or 'training'}.html",
         **{
             "name": name,
             "pages": PAGES,
@@ -204,7 +233,8 @@ def _page(name: str, recipe: Recipe, linked: Linked, *, sections: Sequence[str] 
             "picture": linked,
             "full": linked.full,
             "lazy": ' loading="lazy"',
-            "sections": {each: SECTIONS.get(each, "Job") for each in sections},
+            "sections": {each: _HEADINGS[each] for each in sections},
+            "sample_address": address,
             **values,
         },
     )

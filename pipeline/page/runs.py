@@ -136,12 +136,16 @@ class Run:
         return list(lora_steps(self.layout))
 
     @property
-    def files(self) -> list[Path]:
-        """LoRA files of the finished run, or else of its newest checkpoint."""
-        folders = [self.layout.exported, *reversed(lora_steps(self.layout).values())]
-        of_folders = (sorted(folder.glob("*.safetensors")) for folder in folders if folder.is_dir())
-        found = ([path for path in files if path.name != "adapter.safetensors"] for files in of_folders)
-        return next((files for files in found if files), [])
+    def files(self) -> list[tuple[str, list[Path]]]:
+        """LoRA files of the finished run and of each saved step, the last one first, after their names."""
+        folders = {f"step {step:,}": path for step, path in reversed(lora_steps(self.layout).items())}
+        if self.layout.exported.is_dir():
+            folders = {"end of the run": self.layout.exported, **folders}
+        files = {
+            name: sorted(path for path in folder.glob("*.safetensors") if path.name != "adapter.safetensors")
+            for name, folder in folders.items()
+        }
+        return [(name, paths) for name, paths in files.items() if paths]
 
     @property
     def thumbnail(self) -> Preview | None:

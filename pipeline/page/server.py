@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from pipeline.errors import LatentlineError
 from pipeline.page import live
 from pipeline.page.render import render, template_text
+from pipeline.page.sample import edit, read_sample, sample_picture
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -47,12 +48,24 @@ _SECURITY = {
 _KEPT = {"Cache-Control": "private, max-age=31536000, immutable"}
 """Headers of files, whose address has the time at which they were written."""
 
-_MAX_FORM_BYTES = 4_096
+# Captions of 100,000 characters take up to 1.2 MB as a form.
+_MAX_FORM_BYTES = 1_500_000
+
+Form = Mapping[str, Sequence[str]]
+"""Fields of a form."""
 
 Next = Callable[["Request"], Awaitable[Response]]
 
 
-def application(recipes: live.Recipes, jobs: Jobs, *, token: str, port: int, dagster: str = "") -> Starlette:
+def application(
+    recipes: live.Recipes,
+    jobs: Jobs,
+    *,
+    token: str,
+    port: int,
+    dagster: str = "",
+    public_url: str = "",
+) -> Starlette:
     """Return the application.
 
     Args:
@@ -61,23 +74,30 @@ def application(recipes: live.Recipes, jobs: Jobs, *, token: str, port: int, dag
         token: Secret that a request must bring.
         port: Port on which the server listens, which hosts and origins must name.
         dagster: Address of Dagster's UI, to which the pages link; empty without one.
+        public_url: Scheme and host under which a reverse proxy serves the pages; empty without one.
     """
-    guard = _Guard(token, port)
+    guard = _Guard(token, port, public_url)
     pages = _Pages(recipes, jobs, dagster)
     return Starlette(
         routes=[
             Route("/", pages.overview),
             Route("/page.css", pages.style),
             Route("/page.js", pages.script),
+            Route("/viewer.js", pages.viewer),
             Route("/{recipe}/", pages.training),
             Route("/{recipe}/dataset", pages.dataset),
             Route("/{recipe}/results", pages.results),
+            Route("/{recipe}/sample", pages.sample),
+            Route("/{recipe}/picture", pages.picture),
             Route("/{recipe}/runs", pages.runs),
+            Route("/{recipe}/recipe", pages.recipe),
             Route("/{recipe}/files/{name:path}", pages.file),
             Route("/{recipe}/image/{stem}", pages.image),
             Route("/{recipe}/start", pages.start, methods=["POST"]),
             Route("/{recipe}/stop", pages.stop, methods=["POST"]),
             Route("/{recipe}/publish", pages.publish, methods=["POST"]),
+            Route("/{recipe}/draw", pages.draw, methods=["POST"]),
+            Route("/{recipe}/caption", pages.caption, methods=["POST"]),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
     )
@@ -86,12 +106,16 @@ def application(recipes: live.Recipes, jobs: Jobs, *, token: str, port: int, dag
 class _Guard:
     """Refuses requests of other hosts and sites and without the token; adds the headers of `_SECURITY`."""
 
-    def __init__(self, token: str, port: int) -> None:
+    def __init__(self, token: str, port: int, public_url: str) -> None:
         self._token = token
         # Cookies are not separated by port, and two servers must not replace each other's.
         self._cookie = f"latentline-{port}"
         self._hosts = {f"{name}:{port}" for name in (HOST, "localhost")}
         self._origins = {f"http://{host}" for host in self._hosts}
+        if public_url:
+            self._hosts.add(public_url.partition("://")[2])
+            self._origins.add(public_url)
+        self._is_encrypted = public_url.startswith("https:")
 
     async def __call__(self, request: Request, call_next: Next) -> Response:
         response = self._refusal(request) or self._login(request) or await call_next(request)
@@ -122,7 +146,9 @@ class _Guard:
         path = "/" + request.url.path.lstrip("/")
         response = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303)
         if self._is_token(request.query_params["token"]):
-            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            response.set_cookie(
+                self._cookie, self._token, httponly=True, secure=self._is_encrypted, samesite="strict"
+            )
         return response
 
     def _is_token(self, text: str | None) -> bool:
@@ -147,6 +173,9 @@ class _Pages:
     def script(self, request: Request) -> Response:
         return Response(template_text("page.js"), media_type="text/javascript")
 
+    def viewer(self, request: Request) -> Response:
+        return Response(template_text("viewer.js"), media_type="text/javascript")
+
     def training(self, request: Request) -> Response:
         return self._of_recipe(request, partial(live.training_page, jobs=self._jobs))
 
@@ -159,12 +188,24 @@ class _Pages:
     def runs(self, request: Request) -> Response:
         return self._of_recipe(request, partial(live.runs_page, query=dict(request.query_params)))
 
-    def _of_recipe(self, request: Request, page: Callable[..., str]) -> Response:
+    def recipe(self, request: Request) -> Response:
+        return self._of_recipe(request, live.recipe_page)
+
+    def sample(self, request: Request) -> Response:
+        sample_id = request.query_params.get("id", "")
+        return self._of_recipe(request, partial(live.sample_page, sample_id=sample_id))
+
+    def _of_recipe(self, request: Request, page: Callable[..., str | None]) -> Response:
         recipe = self._recipe(request)
         if isinstance(recipe, Response):
             return recipe
-        notice = self._notices.get(recipe.name, "")
-        return _html(request, page(recipe, dagster=self._dagster, notice=notice))
+        # The script of the page before it may request this page first, which nobody sees.
+        is_seen = request.headers.get("sec-fetch-mode") in (None, "navigate")
+        notice = self._notices.pop(recipe.name, "") if is_seen else ""
+        text = page(recipe, dagster=self._dagster, notice=notice)
+        if text is None:
+            return _message(404, "Not found", "no stage has seen this image", "run the recipe's job")
+        return _html(request, text)
 
     def start(self, request: Request) -> Response:
         return self._act(request, self._jobs.start, "")
@@ -173,10 +214,40 @@ class _Pages:
         return self._act(request, self._jobs.stop, "")
 
     async def publish(self, request: Request) -> Response:
-        form = parse_qs((await request.body())[:_MAX_FORM_BYTES].decode("utf-8", "replace"))
-        run, step = (form.get(name, [""])[0] for name in ("run", "step"))
-        action = partial(self._jobs.publish, run=run, step=step)
-        return await run_in_threadpool(self._act, request, action, "runs")
+        return await self._act_on_form(request, self._publish, "runs")
+
+    def _publish(self, recipe: Recipe, form: Form) -> str:
+        return self._jobs.publish(recipe, *(form.get(name, [""])[0] for name in ("run", "step")))
+
+    async def draw(self, request: Request) -> Response:
+        return await self._act_on_form(request, self._draw, "#drawings")
+
+    def _draw(self, recipe: Recipe, form: Form) -> str:
+        return self._jobs.draw(recipe, {name: texts[0] for name, texts in form.items()})
+
+    async def caption(self, request: Request) -> Response:
+        return await self._act_on_form(request, self._caption, "sample")
+
+    def _caption(self, recipe: Recipe, form: Form) -> str:
+        sample_id = form.get("id", [""])[0]
+        # Only images that a stage has seen, so that no form writes another file.
+        if read_sample(recipe, sample_id) is None:
+            return f"no stage has seen the image {sample_id!a}"
+        if form.get("do") == ["restore"]:
+            return edit(recipe, sample_id, ())
+        texts = [text for text in form.get("text", ()) if text.strip()]
+        return edit(recipe, sample_id, texts) if texts else "write a caption, or restore the dataset's"
+
+    async def _act_on_form(
+        self, request: Request, action: Callable[[Recipe, Form], str], page: str
+    ) -> Response:
+        body = await request.body()
+        if len(body) > _MAX_FORM_BYTES:
+            return _message(413, "Too large", f"a form must have at most {_MAX_FORM_BYTES:,} bytes")
+        form = parse_qs(body.decode("utf-8", "replace"), keep_blank_values=True)
+        if page == "sample":
+            page += f"?{urlencode({'id': form.get('id', [''])[0]})}"
+        return await run_in_threadpool(self._act, request, lambda recipe: action(recipe, form), page)
 
     def _act(self, request: Request, action: Callable[[Recipe], str], page: str) -> Response:
         """Execute an action, and show what it has done on a page of the recipe."""
@@ -185,6 +256,16 @@ class _Pages:
             return recipe
         self._notices[recipe.name] = action(recipe)
         return RedirectResponse(f"/{recipe.name}/{page}", status_code=303)
+
+    def picture(self, request: Request) -> Response:
+        recipe = self._recipe(request)
+        if isinstance(recipe, Response):
+            return recipe
+        query = request.query_params
+        data = sample_picture(recipe, query.get("id", ""), query.get("part", ""))
+        if data is None:
+            return _message(404, "Not found", "the dataset has no such picture, or it cannot be read")
+        return Response(data, media_type="image/jpeg", headers=_KEPT)
 
     def file(self, request: Request) -> Response:
         recipe = self._recipe(request)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from pipeline.outputs.folder import outputs_of
 from pipeline.page.contents import Limits, result_contents, run_rows, training_contents
 from pipeline.page.dataset import read_dataset, reasons
 from pipeline.page.pictures import Embedded
@@ -16,6 +17,7 @@ from pipeline.reporting.reports import report_path
 from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:
+    from pipeline.log import Log
     from pipeline.recipe import Recipe
 
 MAX_IMAGES = 48
@@ -37,12 +39,29 @@ SECTIONS = {
 }
 """Headings by the name of their template; sections of optional stages appear if they have a report."""
 
+_SHOWN_SUFFIXES = (".json", ".jsonl", ".md", ".png", ".jpg")
+
 _OPTIONAL = ("evaluation", "sweep", "diagnosis")
 
 
 def page_path(output_dir: Path) -> Path:
     """Return `output_dir/reports/index.html`."""
     return report_path(output_dir, "index").with_suffix(".html")
+
+
+def refresh_page(recipe: Recipe, log: Log) -> Path:
+    """Write the page as `write_page` does; of outputs at an address from the files there, and upload it.
+
+    Raises:
+        StoreError: The service does not answer.
+    """
+    outputs = outputs_of(recipe, log)
+    infos = {name: info for top in ("reports", "runs", "lora") for name, info in outputs.infos(top).items()}
+    # The states of checkpoints and the LoRA files are large, and the page does not contain them.
+    outputs.fetch_listed({name: info for name, info in infos.items() if name.endswith(_SHOWN_SUFFIXES)})
+    path = write_page(recipe)
+    outputs.upload(path.relative_to(recipe.output_dir).as_posix())
+    return path
 
 
 def write_page(recipe: Recipe) -> Path:

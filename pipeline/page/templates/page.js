@@ -22,6 +22,8 @@ async function refresh() {
     const current = document.getElementById(id);
     // A section keeps what the reader has opened until it changes on the server, and while it has the focus.
     if (html === before || current.contains(document.activeElement)) continue;
+    // And what was typed into it.
+    if ([...current.querySelectorAll("input, textarea")].some(e => e.value !== e.defaultValue)) continue;
     shown.set(id, html);
     current.replaceChildren(...section.childNodes);
   }

@@ -196,3 +196,15 @@ def test_an_upload_that_fails_does_not_hide_a_closed_gate(outputs: OutputFolder)
 def test_an_upload_that_fails_ends_a_step_that_succeeded(outputs: OutputFolder) -> None:
     with pytest.raises(StoreError, match="cannot be"):
         run_step(outputs, blocked=True)
+
+
+def test_edited_captions_reach_the_machine_that_validates(address: Url, tmp_path: Path) -> None:
+    editor, worker = (OutputFolder(address, tmp_path / name) for name in ("editor", "worker"))
+    name = "captions/photos/a b.png.txt"
+    write_text(editor.folder / name, "a red rose")
+    editor.upload(name)
+    fetch_stage(worker, "validated_dataset", checks_only=False)
+    assert (worker.folder / name).read_text("utf-8") == "a red rose"
+    editor.remove(name)
+    fetch_for_command(worker)
+    assert not (worker.folder / name).exists()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import html
+import io
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from pipeline.page.actions import Jobs
+from pipeline.page.actions import DRAW, Jobs
 from pipeline.page.server import application
-from tests.pipeline.page.trained import recipes_of
+from pipeline.storage.atomic import write_text
+from pipeline.trained_lora.run_folder import RunLayout
+from tests.pipeline.page.trained import add_drawing, recipes_of
 from tests.waiting import until
 
 PORT, TOKEN = 8765, "a-secret-token"
@@ -28,19 +33,8 @@ JOB = (
 )
 """A command that waits for Ctrl-C in place of a training."""
 
-PATHS = (
-    "/",
-    "/page.css",
-    "/page.js",
-    "/small/",
-    "/small/dataset",
-    "/small/results",
-    "/small/runs",
-    "/small/files/reports/dataset/index.html",
-    "/small/image/abc",
-)
-ACTIONS = ("/small/start", "/small/stop", "/small/publish")
-"""With `PATHS`, an address of every route."""
+VALUES = {"recipe": "small", "name": "reports/dataset/index.html", "stem": "abc"}
+"""A value for each part of the routes."""
 
 
 @pytest.fixture
@@ -63,11 +57,19 @@ def client(app: Any) -> TestClient:
     return client
 
 
-def test_the_list_of_paths_has_every_route(app: Any) -> None:
-    routes = [route.path for route in app.routes]
-    assert len(routes) == len(PATHS) + len(ACTIONS)
-    for route in app.routes:
-        assert any(route.path_regex.match(path) for path in (*PATHS, *ACTIONS)), route.path
+def paths(app: Any, method: str) -> list[str]:
+    """Return an address of every route with this method, from the application's own list."""
+    found = [
+        re.sub(r"{(\w+)(:path)?}", lambda part: VALUES[part[1]], route.path)
+        for route in app.routes
+        if method in route.methods
+    ]
+    assert len(found) >= 5
+    return found
+
+
+def test_every_route_is_tested(app: Any) -> None:
+    assert len(paths(app, "GET")) + len(paths(app, "POST")) == len(app.routes)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +85,27 @@ def test_the_list_of_paths_has_every_route(app: Any) -> None:
 )
 def test_every_route_refuses_strangers(app: Any, headers: dict[str, str], cookies: dict[str, str]) -> None:
     client = TestClient(app, base_url=BASE, cookies=cookies)
-    for path in PATHS:
+    for path in paths(app, "GET"):
         response = client.get(path, headers=headers)
         assert response.status_code == 403, path
         assert "small" not in response.text
-    for path in ACTIONS:
+    for path in paths(app, "POST"):
         response = client.post(path, headers={"origin": BASE, **headers})
         assert response.status_code == 403, path
+
+
+def test_behind_a_reverse_proxy_its_name_is_accepted_and_no_other(
+    page: Any, jobs: Jobs, tmp_path: Path
+) -> None:
+    url = "https://training.example"
+    app = application(recipes_of(page, tmp_path), jobs, token=TOKEN, port=PORT, public_url=url)
+    client = TestClient(app, base_url=url, follow_redirects=False)
+    response = client.get("/small/", params={"token": TOKEN})
+    assert "secure" in response.headers["set-cookie"].lower()
+    assert client.get("/small/").status_code == 200
+    assert client.post("/small/stop", headers={"origin": url}).status_code == 303
+    for headers in ({"origin": "http://training.example"}, {"origin": url, "host": "other.example"}):
+        assert client.post("/small/stop", headers=headers).status_code == 403, headers
 
 
 def test_the_cookie_is_hidden_from_scripts_and_other_sites(app: Any) -> None:
@@ -107,10 +123,10 @@ def test_a_redirection_stays_on_this_server(app: Any) -> None:
     assert response.headers["location"] == "/evil.example/"
 
 
-def test_pages_forbid_inline_scripts_and_other_hosts(client: TestClient, page: Any) -> None:
+def test_pages_forbid_inline_scripts_and_other_hosts(app: Any, client: TestClient, page: Any) -> None:
     page.ingest()
     page.add_run("aaaa", began_s=1_000_000)
-    for path in PATHS:
+    for path in (*paths(app, "GET"), "/small/sample?id=d/rose.png"):
         response = client.get(path)
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -118,9 +134,8 @@ def test_pages_forbid_inline_scripts_and_other_hosts(client: TestClient, page: A
         if response.headers["content-type"].startswith("text/html"):
             assert "<style" not in response.text
             assert " style=" not in response.text
-            assert response.text.count("<script") == response.text.count(
-                '<script src="/page.js" defer></script>'
-            )
+            scripts = re.findall(r"<script[^>]*>[^<]*", response.text)
+            assert set(scripts) <= {f'<script src="/{name}.js" defer>' for name in ("page", "viewer")}
 
 
 def test_the_training_page_shows_new_steps_and_answers_304_without_them(
@@ -168,7 +183,7 @@ def test_rejected_images_are_found_by_reason(client: TestClient, page: Any) -> N
 def test_a_search_is_shown_as_text(client: TestClient, page: Any) -> None:
     page.ingest()
     text = client.get("/small/dataset", params={"search": '"><script>alert(1)</script>'}).text
-    assert "<script" not in text
+    assert "<script>" not in text
     assert "&lt;script&gt;" in text
 
 
@@ -249,9 +264,9 @@ def text_of(client: TestClient, path: str) -> str:
 
 
 def test_no_action_by_get_and_none_without_the_origin_of_this_server(
-    client: TestClient, tmp_path: Path
+    app: Any, client: TestClient, tmp_path: Path
 ) -> None:
-    for path in ACTIONS:
+    for path in paths(app, "POST"):
         assert client.get(path).status_code == 405
         assert client.post(path).status_code == 403
         assert client.post(path, headers={"origin": "http://evil.example"}).status_code == 403
@@ -295,3 +310,148 @@ def test_a_step_is_published_by_the_command_and_its_output_is_shown(client: Test
     ):
         client.post("/small/publish", data=bad, headers={"origin": BASE})
         assert "run and step must be" in text_of(client, "/small/runs"), bad
+
+
+def saved_run(page: Any) -> RunLayout:
+    layout = page.add_run("aaaa", began_s=1_000_000)
+    for step in (2, 4):
+        write_text(layout.checkpoints / f"step-{step:08d}" / "lora.json", "{}")
+    return layout
+
+
+def test_a_prompt_is_drawn_with_a_saved_step_and_its_picture_appears(
+    client: TestClient, jobs: Jobs, page: Any
+) -> None:
+    saved_run(page)
+    origin = {"origin": BASE}
+    prompt = '--lora=x; $(touch y) <b>\r\na "rose"\0'
+    form = {"run": "aaaa", "step": "", "prompt": prompt, "strength": "0.5", "seed": ""}
+    assert client.post("/small/draw", data=form, headers=origin).headers["location"] == "/small/#drawings"
+    text = text_of(client, "/small/")
+    assert "started: latentline sample small --run aaaa --step 4" in text
+    until(lambda: not jobs.is_running(page.folder.recipe, DRAW))
+    printed = "\n".join(jobs.last_lines(page.folder.recipe, DRAW)).replace("\r", "")
+    assert (
+        printed
+        == 'sample small --run aaaa --step 4 --prompt=--lora=x; $(touch y) <b>\na "rose" --strength=0.5'
+    )
+
+    for number, name in enumerate(("001", "002")):
+        add_drawing(page, name, f"prompt {number}")
+    text = text_of(client, "/small/")
+    assert text.index("prompt 1</p>") < text.index("prompt 0</p>"), "the newest first"
+    assert "step 4, strength 0.5" in text
+    assert "started" not in text, "a notice is shown once"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param({"run": "--x", "step": "4"}, id="no run"),
+        pytest.param({"run": "../aaaa", "step": "4"}, id="a path"),
+        pytest.param({"run": "aaaa", "step": "3"}, id="a step that is not saved"),
+        pytest.param({"run": "aaaa", "step": "4", "prompt": " "}, id="no prompt"),
+        pytest.param({"run": "aaaa", "step": "4", "prompt": "x" * 10_001}, id="a long prompt"),
+    ],
+)
+def test_a_drawing_that_cannot_be_is_refused(
+    client: TestClient, page: Any, tmp_path: Path, form: dict[str, str]
+) -> None:
+    saved_run(page)
+    client.post("/small/draw", data={"prompt": "a rose", **form}, headers={"origin": BASE})
+    assert " must " in text_of(client, "/small/")
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_a_caption_is_edited_and_restored_outside_the_dataset(client: TestClient, page: Any) -> None:
+    page.ingest()
+    sample = "/small/sample?id=d%2Frose.png"
+    assert ">a red rose</textarea>" in client.get(sample).text
+    assert 'href="/small/sample?id=d%2Frose.png"' in client.get("/small/dataset").text
+    hostile = "--restore </textarea><script>alert(1)</script>\r\n$(touch x)"
+    form = {"id": "d/rose.png", "text": ["", hostile, "another"], "do": "save"}
+    response = client.post("/small/caption", data=form, headers={"origin": BASE})
+    assert response.headers["location"] == sample
+    text = client.get(sample).text
+    assert "<script>" not in text
+    text = html.unescape(text)
+    assert "latentline edit-caption small -- d/rose.png '--restore </textarea><script>" in text
+    assert "the next job uses it" in text
+    file = page.out / "captions" / "d" / "rose.png.txt"
+    assert file.read_text("utf-8").split("\n\n")[1] == "another\n"
+    assert (page.folder.root / "rose.txt").read_text("utf-8") == "a red rose"
+
+    page.ingest()
+    assert "edited caption" in client.get("/small/dataset?search=another").text
+    assert "the next job uses it" not in client.get(sample).text
+    client.post("/small/caption", data={"id": "d/rose.png", "do": "restore"}, headers={"origin": BASE})
+    assert "--restore d/rose.png" in client.get(sample).text
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("sample_id", ["", "d/gone.png", "../secret", "d/../../x", "d/rose.png\0"])
+def test_captions_of_no_image_are_not_written(client: TestClient, page: Any, sample_id: str) -> None:
+    page.ingest()
+    form = {"id": sample_id, "text": "x"}
+    client.post("/small/caption", data=form, headers={"origin": BASE})
+    assert "no stage has seen the image" in text_of(client, "/small/")
+    assert not (page.out / "captions").exists()
+    assert client.get("/small/sample", params={"id": sample_id}).status_code == 404
+    assert client.get("/small/picture", params={"id": sample_id, "part": "image"}).status_code == 404
+
+
+def test_a_large_form_is_refused_instead_of_cut(client: TestClient, page: Any) -> None:
+    page.ingest()
+    form = {"id": "d/rose.png", "text": "x" * 1_600_000}
+    assert client.post("/small/caption", data=form, headers={"origin": BASE}).status_code == 413
+
+
+def test_an_image_without_a_caption_gets_one(client: TestClient, page: Any) -> None:
+    page.folder.add("without.png", page.folder.picture(99), caption=None)
+    page.ingest()
+    text = client.get("/small/sample?id=d/without.png").text
+    assert "caption_missing" in text
+    form = {"id": "d/without.png", "text": "written on the page"}
+    client.post("/small/caption", data=form, headers={"origin": BASE})
+    page.ingest()
+    assert "written on the page" in client.get("/small/dataset").text
+
+
+def test_the_page_of_an_image_shows_crop_mask_and_reference(
+    client: TestClient, page: Any, tmp_path: Path
+) -> None:
+    sides = {name: tmp_path / name for name in ("masks", "before")}
+    for name, folder in sides.items():
+        folder.mkdir()
+        Image.new("L" if name == "masks" else "RGB", (90, 24), 200).save(folder / "wide.png")
+    for file in page.folder.root.rglob("*.*"):
+        file.unlink()
+    page.folder.add("wide.png", page.folder.picture(5, 24, 90), caption="wide")
+    section = {"mask": {"path": str(sides["masks"])}, "references": [{"path": str(sides["before"])}]}
+    page.folder.dataset.update(section)
+    file = tmp_path / "configs" / "small.yaml"
+    values = json.loads(file.read_text("utf-8"))
+    values["datasets"][0].update(section)
+    file.write_text(json.dumps(values), "utf-8")
+    page.ingest()
+
+    text = client.get("/small/sample?id=d/wide.png").text
+    assert '<svg class="crop"' in text
+    pictures = re.findall(r'src="([^"]*picture[^"]*)"', html.unescape(text))
+    assert [re.search(r"part=([\w-]+)", each)[1] for each in pictures] == ["image", "mask", "reference-0"]
+    for each in pictures:
+        response = client.get(each)
+        assert response.headers["content-type"] == "image/jpeg", each
+        assert Image.open(io.BytesIO(response.content)).width > 80
+    for part in ("reference-1", "reference-x", "reference--1", "other", ""):
+        assert client.get("/small/picture", params={"id": "d/wide.png", "part": part}).status_code == 404
+    assert "crop keeps" in client.get("/small/dataset").text
+
+
+def test_the_recipe_is_shown_as_text_without_passwords(client: TestClient, tmp_path: Path) -> None:
+    file = tmp_path / "configs" / "small.yaml"
+    file.write_text(file.read_text("utf-8") + "\n# https://anna:secret@host/ <script>\n", "utf-8")
+    text = client.get("/small/recipe").text
+    assert "output_dir" in text
+    assert "secret@" not in text
+    assert "<script>" not in text

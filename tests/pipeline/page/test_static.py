@@ -6,15 +6,19 @@ import base64
 import io
 import json
 import re
+import uuid
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from pipeline.page.static import write_page
+from pipeline.outputs.folder import OutputFolder
+from pipeline.outputs.stage_files import fetch_for_command
+from pipeline.page.static import refresh_page, write_page
 from pipeline.reporting.findings import Finding, write_findings
 from pipeline.reporting.reports import write_report
+from pipeline.storage.addresses import Url
 
 EVIL = '</style><script>alert("x")</script> & "quoted" <img src=x onerror=alert(1)> \x1b]0;owned\x07\u202e'
 
@@ -168,3 +172,20 @@ def test_damaged_files_leave_gaps_and_not_errors(page: Any) -> None:
 
 def test_a_recipe_without_outputs_has_a_page_that_names_the_next_command(page: Any) -> None:
     assert "latentline run small" in Read(write_page(page.folder.recipe)).text
+
+
+def test_outputs_at_an_address_get_their_page_there(page: Any, tmp_path: Path) -> None:
+    page.ingest()
+    page.add_run("aaaa", began_s=1_000_000, prompt="a rose in the rain")
+    other = OutputFolder(Url(f"memory://{uuid.uuid4().hex}/out"), page.out)
+    other.upload("tables/", "reports/", "runs/")
+
+    here = {"output_address": other.address, "output_dir": tmp_path / "here"}
+    recipe = page.folder.recipe.model_copy(update=here)
+    fetch_for_command(OutputFolder(other.address, recipe.output_dir))
+    path = refresh_page(recipe, page.folder.log.append)
+    read = Read(path)
+    assert "a rose in the rain" in read.text
+    assert "a yellow tulip" in read.text
+    assert len([each for each in read.pictures if is_picture(each)]) >= 4
+    assert other.read("reports/index.html") == path.read_bytes()

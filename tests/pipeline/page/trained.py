@@ -70,6 +70,16 @@ def add_preview(layout: RunLayout, step: int, prompt: str, number: int = 0) -> P
     return file
 
 
+def add_drawing(page: Page, name: str, prompt: str) -> Path:
+    """Write a picture as `latentline sample` does, to its folder in `reports/pictures`."""
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt(PROMPT_KEY, prompt)
+    file = page.out / "reports" / "pictures" / name / "step-00000004-strength-0.5-prompt-01.png"
+    file.parent.mkdir(parents=True)
+    Image.new("RGB", (64, 64), "green").save(file, pnginfo=info)
+    return file
+
+
 def recipes_of(page: Page, folder: Path) -> Recipes:
     """Write the recipe of the dataset to `folder/configs`, and return the recipes of that folder."""
     file = folder / "configs" / "small.yaml"
