@@ -1,14 +1,15 @@
-"""`python -m assets.run <recipe file> <job>`: execute a job for `latentline run`.
+"""`python -m assets.run <recipe file> <job> [<run to continue> [<result file>]]`: for `latentline run`.
 
 The run is the same as with `dagster job execute`. Only the output differs: resources/terminal_log.py shows
 the progress, and this module prints the summary. The UI has the complete log.
 """
 
+import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from dagster import DagsterInstance, JobDefinition
 
     from pipeline.recipe import Recipe
+    from pipeline.reporting.summary import RunResult
+    from resources.failures import Problem
     from resources.run_summary import RunSummary
 
 FAILED_STATUS = 1
@@ -33,11 +36,17 @@ def load_job(name: str) -> "JobDefinition":
     return defs().resolve_job_def(name)
 
 
-def main(recipe_file: Path, job_name: str, continue_run: str | None = None) -> int:
-    """Execute the job, print what it did or what stopped it, and return the exit status."""
+def main(
+    recipe_file: Path, job_name: str, continue_run: str | None = None, result_file: str | None = None
+) -> int:
+    """Execute the job, print what it did or what stopped it, and return the exit status.
+
+    A result file gets the errors as JSON, and the reports and findings of the assets that the run reached.
+    """
+    continue_run = continue_run or None
     command = _command(job_name) + (f" --continue {continue_run}" if continue_run else "")
     try:
-        return _run(recipe_file, job_name, command, continue_run)
+        return _run(recipe_file, job_name, command, continue_run, result_file)
     except KeyboardInterrupt:
         # Dagster handles interruptions of the run itself. This one may have interrupted an import.
         stopped = "Stopped: the command was stopped before the run started"
@@ -45,7 +54,9 @@ def main(recipe_file: Path, job_name: str, continue_run: str | None = None) -> i
         return STOPPED_STATUS
 
 
-def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | None) -> int:
+def _run(
+    recipe_file: Path, job_name: str, command: str, continue_run: str | None, result_file: str | None
+) -> int:
     from pipeline.recipe import load_recipe
     from resources.imports_ahead import imports_ahead
 
@@ -60,14 +71,32 @@ def _run(recipe_file: Path, job_name: str, command: str, continue_run: str | Non
         problem = error_problem(err, command)
         traces = [traceback.format_exc().rstrip()] if REPORT in problem.fix else []
         write_parts([*traces, str(problem)], sys.stderr)
+        if result_file is not None:
+            _write_result(Path(result_file), [problem], [])
         return FAILED_STATUS
 
     from resources.run_summary import write_summary
 
     write_summary(summary)
+    if result_file is not None:
+        _write_result(Path(result_file), summary.problems, summary.results)
     if summary.stopped:
         return STOPPED_STATUS
     return FAILED_STATUS if summary.problems else 0
+
+
+def _write_result(file: Path, problems: "Sequence[Problem]", results: "Sequence[RunResult]") -> None:
+    from pipeline.escaping import without_secrets
+    from pipeline.reporting.findings import read_failed_checks
+
+    errors = [{name: without_secrets(text) for name, text in vars(problem).items()} for problem in problems]
+    content: dict[str, Any] = {"errors": errors, "reports": {}, "checks": {}}
+    for result in results:
+        content["reports"] = dict(result.reports)
+        # The events name the assets that this run has checked. The files also have the samples.
+        assets = dict.fromkeys(check.asset for check in result.checks)
+        content["checks"] = {asset: read_failed_checks(result.output_dir, asset) for asset in assets}
+    file.write_text(json.dumps(content, default=str), encoding="utf-8")
 
 
 def _assets(job_name: str) -> list[str]:

@@ -11,6 +11,7 @@ import click
 from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 from pipeline.errors import counted
+from pipeline.escaping import json_text
 from resources.run_worker import MACHINE_TAG
 from resources.tables import RECIPE
 
@@ -79,18 +80,24 @@ def delete_run(instance: DagsterInstance, run_id: str) -> int:
 @click.command()
 @click.argument("num_kept", type=click.IntRange(0))
 @click.option("--delete", "do_delete", is_flag=True)
-def main(num_kept: int, *, do_delete: bool) -> None:
+@click.option("--json", "as_json", is_flag=True)
+def main(num_kept: int, *, do_delete: bool, as_json: bool) -> None:
     """List, and with --delete remove, runs of Dagster's history, except the newest of each job."""
     with DagsterInstance.get() as instance:
         runs = old_runs(instance, num_kept)
         for run in runs:
-            click.echo(f"  {run.run_id}  {run.status.value:8}  {run.job_name}")
-        click.echo(f"{counted(len(runs), 'old run')} in {os.environ['DAGSTER_HOME']}")
+            click.echo(f"  {run.run_id}  {run.status.value:8}  {run.job_name}", err=as_json)
+        click.echo(f"{counted(len(runs), 'old run')} in {os.environ['DAGSTER_HOME']}", err=as_json)
+        num_bytes = None
         if runs and not do_delete:
-            click.echo("nothing was deleted; add --delete to delete these runs and their events")
+            click.echo("nothing was deleted; add --delete to delete these runs and their events", err=as_json)
         elif runs:
             num_bytes = sum(delete_run(instance, run.run_id) for run in runs)
-            click.echo(f"deleted {counted(len(runs), 'run')}, {num_bytes / 1e6:,.1f} MB")
+            click.echo(f"deleted {counted(len(runs), 'run')}, {num_bytes / 1e6:,.1f} MB", err=as_json)
+    if as_json:
+        rows = [{"run": run.run_id, "job": run.job_name, "status": run.status.value} for run in runs]
+        deleted = None if num_bytes is None else {"runs": len(runs), "bytes": num_bytes}
+        click.echo(json_text({"dagster_runs": rows, "deleted": deleted}))
 
 
 if __name__ == "__main__":

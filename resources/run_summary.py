@@ -65,12 +65,14 @@ class RunSummary:
         problems: The problem of each failed step in order, or of what ended the run.
         stopped: True if the run was interrupted.
         recipe_lines: File and line of the recipe for each problem; empty for problems between two steps.
+        results: The results behind `numbers`, one for each recipe.
     """
 
     numbers: list[str]
     problems: list[Problem]
     stopped: bool = False
     recipe_lines: Mapping[Problem, tuple[str, int]] = field(default_factory=dict[Problem, tuple[str, int]])
+    results: Sequence[RunResult] = ()
 
 
 def print_summary(
@@ -199,11 +201,13 @@ def summarize_run(
         return RunSummary([], list(dict.fromkeys(problems)), stopped, recipe_lines)
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     outcome = "failed" if problems else "done"
+    results = list(_run_results(events, recipes))
     numbers = [
-        f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
-        for result in _run_results(events, recipes)
+        f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}" for result in results
     ]
-    return RunSummary(numbers, list(dict.fromkeys(problems)), recipe_lines=recipe_lines)
+    return RunSummary(
+        numbers, list(dict.fromkeys(problems)), recipe_lines=recipe_lines, results=tuple(results)
+    )
 
 
 def _recipe_line(event: DagsterEvent, recipes: Sequence[Recipe]) -> tuple[str, int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.cli.sample import STOPPED_STATUS, parse_prompts
 from pipeline.cli.step_options import parse_steps
 from pipeline.errors import counted
@@ -78,6 +79,14 @@ def command(loras: tuple[Compared, ...], prompts: tuple[str, ...], **options: An
     echo(f"sheet:  {sheet}")
     if curves is not None:
         echo(f"losses: {curves}")
+    give(
+        {
+            "loras": [{"name": row.name, "differences": row.differences} for row in rows],
+            "prompts": len(rows[0].job.prompts),
+            "sheet": sheet,
+            "losses": curves,
+        }
+    )
 
 
 def _launch(compared: Compared) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.cli.conventions import as_recipe_path, bytes_text, echo, log_to_stderr, report_broken_recipes
+from pipeline.cli.json_output import give
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -79,6 +81,17 @@ def command(
 
     for line in _report(plan, family):
         echo(line)
+    give(
+        {
+            "folder": plan.folder,
+            "family": family.spec.name,
+            "converted": {role: part.dtype for role, part in plan.parts.items()},
+            "copied": plan.copied,
+            "reference": plan.reference,
+            "ignored": plan.contents.ignored,
+            "schedule": plan.schedule and asdict(plan.schedule),
+        }
+    )
 
 
 def _folder_bytes(folder: Path) -> int:

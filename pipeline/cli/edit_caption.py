@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import DatasetError
 from pipeline.maintenance.explain import find_sample
 from pipeline.recipe import Recipe
@@ -48,8 +49,10 @@ def command(recipe: Recipe, sample: str | None, texts: tuple[str, ...], restore:
         existed = restore_captions(recipe, sample_id, log_to_stderr)
         text = "has the caption of the dataset again" if existed else "has no edited caption"
         echo(f"{sample_id} {text}")
+        give({"sample_id": sample_id, "restored": existed})
     elif texts:
         echo(f"{sample_id}: {edit_captions(recipe, sample_id, texts, log_to_stderr)}")
+        give({"sample_id": sample_id, "captions": texts})
     if restore or texts:
         echo(f"the next job reads it: latentline run {recipe.name}")
     else:
@@ -69,6 +72,7 @@ def _show(recipe: Recipe, tables: Tables, sample_id: str) -> None:
     echo(f"{sample_id}, from {caption.source}")
     for text in caption.texts:
         echo(f"  {text}")
+    give({"sample_id": sample_id, "captions": caption.texts, "source": caption.source})
 
 
 def _list(recipe: Recipe) -> None:
@@ -77,3 +81,4 @@ def _list(recipe: Recipe) -> None:
         echo(sample_id)
     if not files:
         echo("no caption is edited")
+    give({"edited": [*files]})

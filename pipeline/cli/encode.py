@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from pipeline.cli.conventions import log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.encoding.shard import encode_shard
 from pipeline.encoding.shared_encoding import Shard, SharedEncoding, parse_shard
 from pipeline.errors import LaunchError
@@ -63,6 +65,7 @@ def command(encoding: str, shard: Shard | None) -> None:
     shared = SharedEncoding(absolute(encoding, Path.cwd()))
     shard = shard or shard_of_environment(shared)
     encode_shard(shared, shard, log=log_to_stderr)
+    give({"encoding": shared.address, **asdict(shard)})
 
 
 def shard_of_environment(encoding: SharedEncoding) -> Shard:

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give, json_option
 from pipeline.errors import counted
-from pipeline.escaping import json_text
 from pipeline.maintenance.explain import StageFacts, explain, find_sample
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
@@ -35,7 +35,7 @@ SHORT_ENTRY_FACTS = ("path", "state")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.argument("sample")
 @click.option("--full", is_flag=True, help="Add keys, hashes, file stats and the inputs of each cache entry.")
-@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON, as with --full.")
+@json_option("Print all facts as JSON, as with --full.")
 def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     """Show whether an image of RECIPE is used or rejected and why, then its state at every stage.
 
@@ -50,8 +50,7 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     sample_id = find_sample(tables, sample)
     explained = explain(recipe, tables, sample_id, log=log_to_stderr)
     if as_json:
-        result = {"sample_id": sample_id, **_by_stage(explained)}
-        echo(json_text(result))
+        give({"sample_id": sample_id, **_by_stage(explained)})
         return
 
     echo(f"{sample_id}: {_summary(explained)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import TrainingError, counted
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import read_report, report_path
@@ -50,7 +51,7 @@ def command(recipe: Recipe, step: int | None, best: bool, latest: bool, run: str
         exported = _chosen(recipe, run) if step is None else ExportedStep(run, step)
         with replacing_lora(recipe, run, log_to_stderr, step=exported.step):
             replaced = publish_step(recipe.output_dir, exported)
-        _report(exported.step, run, replaced)
+        _report(exported.step, run, replaced, why=exported.why)
         if exported.why:
             echo(exported.why)
         revert = f"latentline export {recipe.name} --latest"
@@ -63,10 +64,12 @@ def _list(recipe: Recipe, run: str) -> None:
     layout = RunLayout(run_folder(recipe.output_dir, run))
     require_run(layout)
     exported = exported_step(recipe.output_dir, run)
-    echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
-    for each in lora_steps(layout):
-        is_published = exported is not None and exported.step == each
-        echo(f"  {each}{' (published)' if is_published else ''}")
+    steps = lora_steps(layout)
+    published = exported.step if exported is not None else None
+    give({"run": run, "steps": [*steps], "published": published})
+    echo(f"run {run}: LoRA files of {counted(len(steps), 'step')}")
+    for each in steps:
+        echo(f"  {each}{' (published)' if each == published else ''}")
 
 
 def _chosen(recipe: Recipe, run: str) -> ExportedStep:
@@ -91,6 +94,7 @@ def _chosen(recipe: Recipe, run: str) -> ExportedStep:
     return ExportedStep(run, step, why)
 
 
-def _report(step: int, run: str, replaced: list[str]) -> None:
+def _report(step: int, run: str, replaced: list[str], *, why: str = "") -> None:
+    give({"run": run, "step": step, "replaced": replaced, "why": why})
     changes = f"replaced {', '.join(replaced)}" if replaced else "unchanged"
     echo(f"lora/ holds step {step} of run {run}: {changes}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -13,8 +15,10 @@ import polars as pl
 from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
+from pipeline.images.geometry.sizes import Size
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.buckets import LATENT_FACTOR
@@ -87,8 +91,10 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
             f"{constraints.step}"
         )
     current = placement_of(recipe.buckets)
+    quality = measure_fit(current, dataset)
+    lists = [_list_values(current.sizes, quality, 0)]
     echo(_HEAD)
-    echo(_line("current recipe", len(current.sizes), measure_fit(current, dataset), 0))
+    echo(_line("current recipe", len(current.sizes), quality, 0))
 
     shown: set[int] = set()
     for number, fit in fitted_lists(dataset, constraints, (write,) if write else NUMBERS).items():
@@ -96,10 +102,12 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
             continue
         shown.add(len(fit.sizes))
         num_changed = _num_changed(current, fit, images)
+        lists.append(_list_values(fit.sizes, fit.quality, num_changed))
         echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.quality, num_changed))
         if write:
             _write(recipe, fit)
             echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes to {recipe.source}")
+    give({"recipe": recipe.name, "images": len(images), "current": lists[0], "fitted": lists[1:]})
 
 
 def _require_one_resolution(recipe: Recipe) -> None:
@@ -155,6 +163,10 @@ def _default_step(recipe: Recipe) -> int:
     multiple = family.size_multiple()
     step = multiple * -(-LATENT_FACTOR // multiple)
     return own if own < step and own % multiple == 0 else step
+
+
+def _list_values(sizes: Sequence[Size], quality: FitQuality, num_changed: int) -> dict[str, Any]:
+    return {"sizes": [str(size) for size in sizes], **asdict(quality), "re_encode": num_changed}
 
 
 def _line(name: str, num_sizes: int, quality: FitQuality, num_changed: int) -> str:

@@ -6,8 +6,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 import polars as pl
@@ -15,6 +17,7 @@ import polars as pl
 from pipeline.cache.backends import cache_folder
 from pipeline.cache.used_keys import RUNNING_S
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, reported_recipes
+from pipeline.cli.json_output import OPTION, give, is_json
 from pipeline.cli.run import HOME_VARIABLE, dagster_home
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import KEEP_S, Survey, delete, needed_keys, survey
@@ -138,6 +141,7 @@ def command(
             raise click.UsageError("--dagster-runs excludes recipes, --keep, --keep-runs and --cache-dir.")
         # A folder resources/ in the working directory must not hide the module.
         arguments = ["-P", "-m", HISTORY_MODULE, str(num_dagster_runs), *(["--delete"] if do_delete else [])]
+        arguments += [OPTION] if is_json() else []
         environment = {**os.environ, HOME_VARIABLE: str(dagster_home()), "PYTHONPATH": python_path()}
         os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606 - no shell is wanted
     if num_kept_runs is not None:
@@ -164,6 +168,7 @@ def command(
 
     # At least the age up to which a list of used entries may belong to a running job.
     age_s = max(KEEP_S if keep_s is None else keep_s, RUNNING_S)
+    results: list[dict[str, Any]] = []
     for cache_dir in caches:
         needed = _keys_of_recipes(all_recipes, cache_dir) if keep_s == 0 else None
         surveyed = survey(cache_dir, keep_s=age_s, recipe_keys=needed)
@@ -173,11 +178,34 @@ def command(
         packs = surveyed.packs
         has_garbage = bool(surveyed.orphans or surveyed.leftovers or surveyed.old_encodings)
         has_garbage |= bool(packs.single or packs.old or surveyed.expired_lists)
+        results.append({"cache_dir": cache_dir, **_cache_values(surveyed), "deleted": None})
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed, log=log_to_stderr)
+            results[-1]["deleted"] = {"files": num_files, "bytes": num_bytes}
             echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
         elif has_garbage:
             echo("  nothing was deleted; run latentline gc --delete to delete the unused files")
+    give({"caches": results})
+
+
+def _cache_values(surveyed: Survey) -> dict[str, Any]:
+    """Return what `_show` prints; files that can be deleted have their sizes in bytes."""
+    packs = surveyed.packs
+    return {
+        "entries": surveyed.entries,
+        "entry_bytes": surveyed.entry_bytes,
+        "used": surveyed.num_used,
+        "unused": surveyed.orphans,
+        "young": surveyed.young,
+        "packs": len(packs.all),
+        "packed_singles": packs.single,
+        "unused_packs": {pack.file.name: pack.num_bytes for pack in packs.old},
+        "damaged_packs": packs.damaged,
+        "expired_lists": surveyed.expired_lists,
+        "leftovers": surveyed.leftovers,
+        "old_encodings": surveyed.old_encodings,
+        "foreign": surveyed.foreign,
+    }
 
 
 def _keys_of_recipes(recipes: Iterable[Recipe], cache_dir: Address) -> list[pl.Series]:
@@ -209,6 +237,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
     chosen = recipes or tuple(folder.recipes)
     if not chosen:
         echo("no recipes were found, so no run is known")
+    results: list[dict[str, Any]] = []
     for recipe in chosen:
         # A recipe given by its path may be outside the folder.
         all_recipes = [*folder.recipes, *recipes]
@@ -223,6 +252,10 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
         _show_runs(surveyed)
         num_bytes = sum(run.num_bytes for run in surveyed.old) + sum(surveyed.leftovers.values())
         num_folders = len(surveyed.old) + len(surveyed.leftovers)
+        runs = [asdict(run) for run in surveyed.runs]
+        leftovers = {str(folder): size for folder, size in surveyed.leftovers.items()}
+        deleted = {"folders": num_folders, "bytes": num_bytes} if num_folders and do_delete else None
+        results.append({"runs_dir": surveyed.where, "runs": runs, "leftovers": leftovers, "deleted": deleted})
         if num_folders and do_delete:
             for run in surveyed.old:
                 (delete_state if run.keeps_lora else delete_one)(run.folder)
@@ -233,6 +266,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
             names = "".join(f" {each.name}" for each in recipes)
             again = f"latentline gc{names} --keep-runs {num_kept} --delete"
             echo(f"  nothing was deleted; {again} deletes {bytes_text(num_bytes)}")
+    give({"outputs": results})
 
 
 def _show_runs(surveyed: RunSurvey) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.conventions import echo
+from pipeline.cli.json_output import give
 from pipeline.errors import FileAccessError
 from pipeline.recipe.project import MARKER
 
@@ -47,6 +48,7 @@ def command(folder: Path) -> None:
         with (folder / path).open("xb") as opened:
             opened.write(source.read_bytes())
 
+    give({"folder": folder.absolute(), "files": [*files]})
     echo(f"wrote {folder.absolute()}: a project folder, with examples of recipes in configs/examples/")
     if folder.absolute() != Path.cwd():
         echo(f"next: cd {shlex.quote(str(folder))}")

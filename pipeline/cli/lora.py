@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.cli.conventions import bytes_text, echo, log_to_stderr
+from pipeline.cli.json_output import give, json_option
 from pipeline.errors import counted
-from pipeline.escaping import json_text
 
 if TYPE_CHECKING:
     from pipeline.lora_files.combine import Combined, Reduction
@@ -48,7 +49,7 @@ def command() -> None:
 @command.command(short_help="Show the layers, ranks and metadata of a LoRA.")
 @click.argument("file", type=_PATH)
 @click.option("--layers", "list_layers", is_flag=True, help="List all layers.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@json_option("Print everything as JSON.")
 def info(file: Path, *, list_layers: bool, as_json: bool) -> None:
     """Show what a LoRA file contains.
 
@@ -59,7 +60,7 @@ def info(file: Path, *, list_layers: bool, as_json: bool) -> None:
 
     summary = summarize(file, log=log_to_stderr)
     if as_json:
-        echo(json_text(summary.as_json()))
+        give(summary.as_json())
         return
 
     echo(f"{summary.path}: {bytes_text(summary.num_bytes)}, {summary.dtype}, matrices {summary.naming}")
@@ -193,9 +194,11 @@ def extract(base: str, tuned: str, new_folder: Path, **settings: Any) -> None:
             f"  {result.outside:.2%} of the change is in other layers, most of it in {result.largest_outside}"
         )
     echo("  the files were read back and hold the same numbers")
+    give({"folder": new_folder, **asdict(result)})
 
 
 def _report(result: Combined, reduction: Reduction) -> None:
+    give(asdict(result))
     size = bytes_text(result.path.stat().st_size)
     layers = counted(len(result.ranks), "layer")
     echo(f"wrote {result.path}, {size}: {layers} of rank {_between(list(result.ranks.values()))}")

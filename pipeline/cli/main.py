@@ -1,6 +1,6 @@
 """Entry point of the command `latentline`.
 
-Exit statuses: 0 success; 1 a `LatentlineError` or file access error; 2 wrong usage.
+Exit statuses: 0 success; 1 a `LatentlineError` or file access error; 2 wrong usage. See docs/scripting.md.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Mapping
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
+from pipeline.cli.json_output import (
+    Outcome,
+    add_json_option,
+    printed_errors,
+    record_error,
+    recorded_usage_errors,
+)
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
 from pipeline.reporting.colours import coloured
@@ -60,7 +66,19 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         module = COMMANDS.get(cmd_name)
-        return import_module(module).command if module else None
+        if module is None:
+            return None
+        command: click.Command = import_module(module).command
+        add_json_option(command)
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with recorded_usage_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with recorded_usage_errors(ctx):
+            return super().invoke(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -93,13 +111,18 @@ def latentline() -> None:
 def main() -> None:
     """Run the command line and exit."""
     # `RecipeArgument` stores the recipe's name here, and it replaces `<recipe>` in error messages.
-    context = dict[str, str]()
+    outcome = dict[str, Any]()
     _open_closed_streams()
     find_terminal()
+    with printed_errors(sys.argv[1:], outcome):
+        _run(outcome)
+
+
+def _run(outcome: Outcome) -> None:
     try:
-        latentline(prog_name="latentline", obj=context)
+        latentline(prog_name="latentline", obj=outcome)
     except LatentlineError as error:
-        _exit_with(error, context)
+        _exit_with(error, outcome)
     except Exception as error:
         from pipeline.storage.os_errors import as_file_access_error, os_error_number
 
@@ -110,8 +133,9 @@ def main() -> None:
         if access_error is None:
             # A bug. The message may quote a name or a caption, which Python would print as it is.
             click.echo(printable_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
+            record_error(error, outcome)
             sys.exit(1)
-        _exit_with(access_error, context)
+        _exit_with(access_error, outcome)
 
 
 def _open_closed_streams() -> None:
@@ -125,7 +149,8 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
-def _exit_with(error: LatentlineError, context: Mapping[str, str]) -> NoReturn:
-    text = error.text().replace("<recipe>", context.get("recipe", "<recipe>"))
+def _exit_with(error: LatentlineError, outcome: Outcome) -> NoReturn:
+    record_error(error, outcome)
+    text = error.text().replace("<recipe>", outcome.get("recipe", "<recipe>"))
     click.echo(coloured(f"{type(error).__name__}: {text}", sys.stderr), err=True)
     sys.exit(1)

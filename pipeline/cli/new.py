@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from pipeline.cli.conventions import RECIPE, as_recipe_path, echo, report_broken_recipes
+from pipeline.cli.json_output import give
 from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
 from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN, valid_name
@@ -129,13 +130,24 @@ def _write_new(name: str, file: Path, images: Path, base: str, options: dict[str
     # The recipe is the last file, so that it never names a manifest that does not exist yet.
     manifests = new_manifests(name, draft)
     _write_files({**manifests, file: text})
-    for line in (*draft.report(), *resolution_remarks(draft, size)):
+    remarks = [*draft.report(), *resolution_remarks(draft, size)]
+    for line in remarks:
         echo(line)
     for path in manifests:
         echo(f"wrote {path}: the captions in the form that a recipe reads")
     echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
     for line in draft.warnings():
         echo(f"WARNING: {line}", err=True)
+    give(
+        {
+            "recipe": name,
+            "file": file,
+            "images": draft.num_images,
+            "manifests": [*manifests],
+            "remarks": remarks,
+            "warnings": draft.warnings(),
+        }
+    )
 
 
 def _copy(name: str, file: Path, source: Recipe, base: str | None, options: dict[str, Any]) -> None:
@@ -163,6 +175,7 @@ def _copy(name: str, file: Path, source: Recipe, base: str | None, options: dict
     _require_valid(name, text, file)
     _write_files({file: text})
     echo(f"wrote {file}: a copy of {source.source.name}, output in {settings['output_dir']}")
+    folder = None
     if variant is not None:
         from pipeline.new_recipe.sweep_variant import take_over_run
 
@@ -172,6 +185,7 @@ def _copy(name: str, file: Path, source: Recipe, base: str | None, options: dict
             if folder is not None
             else "the run of the variant is not on this machine: latentline run trains it again"
         )
+    give({"recipe": name, "file": file, "copied_from": source.source, "settings": settings, "run": folder})
 
 
 def _exclusive(settings: Mapping[str, Any]) -> dict[str, None]:

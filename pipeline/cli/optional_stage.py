@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeline.cli.conventions import echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -60,4 +61,5 @@ def run_stage(
     for finding in findings:
         if not finding.passed:
             echo(f"warning: {finding.name}: {finding.summary}; {finding.fix}", err=True)
+    give(report)
     return report

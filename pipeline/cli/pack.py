@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.sealing import seal
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import counted
 from pipeline.maintenance.verify import needed_entries
 from pipeline.recipe import Recipe
@@ -39,5 +42,6 @@ def command(recipe: Recipe) -> None:
         entries = counted(len(sealed.unusable), "missing or damaged entry", "missing or damaged entries")
         echo(f"warning: {entries} not packed, the first: {names[key]}: {problem}", err=True)
         echo(f"fix: run latentline verify {recipe.name} --repair, then pack again", err=True)
+    give({"recipe": recipe.name, "needed": len(needed), **asdict(sealed)})
     if sealed.num_entries:
         echo("run latentline gc --delete to delete the files of single entries that are in packs")

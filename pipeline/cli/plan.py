@@ -8,8 +8,8 @@ from dataclasses import asdict
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo, log_to_stderr, seconds_text
+from pipeline.cli.json_output import give, json_option
 from pipeline.errors import ModelError, counted
-from pipeline.escaping import json_text
 from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast
 from pipeline.maintenance.expected import Expected
 from pipeline.maintenance.forecast import Forecast, forecast
@@ -31,9 +31,7 @@ GIB = 2**30
 
 @click.command(short_help="Preview what the next job would do, its time and memory.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the forecast as JSON, with all samples instead of a few."
-)
+@json_option("Print the forecast as JSON, with all samples instead of a few.")
 @click.option(
     "--vram",
     type=click.FloatRange(min=1.0),
@@ -89,7 +87,7 @@ def command(  # noqa: PLR0913 - an argument for each option
     if only_memory:
         memory = forecast_memory(recipe, card_bytes=_card_bytes(vram))
         if as_json:
-            echo(json_text({"memory": asdict(memory)}))
+            give({"memory": asdict(memory)})
         else:
             show_memory(memory)
         return
@@ -101,7 +99,7 @@ def command(  # noqa: PLR0913 - an argument for each option
     memory = _memory(recipe, vram) if is_isolated and not no_memory else None
     if as_json:
         values = {**_as_json(result), **_cost(result, price)}
-        echo(json_text({**values, "memory": None if memory is None else asdict(memory)}))
+        give({**values, "memory": None if memory is None else asdict(memory)})
     elif not is_isolated:
         echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
         _show_gates(result)

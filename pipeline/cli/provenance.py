@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from pipeline.cli.conventions import echo, log_to_stderr, report_broken_recipes
+from pipeline.cli.json_output import give, json_option
 from pipeline.errors import TrainingError
-from pipeline.escaping import json_text
 from pipeline.outputs.folder import OutputFolder
 from pipeline.recipe import load_recipe_folder, recipes_dir
 from pipeline.storage.addresses import Url, is_url
@@ -38,7 +38,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="Show whether the LoRA was trained on this image, or on the caption in this text file. If not, the "
     "exit status is 1.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
+@json_option("Print the complete record as JSON.")
 def command(file: str, wanted: Path | None, as_json: bool) -> None:
     """Show the settings, base model and data that a LoRA was trained with.
 
@@ -69,7 +69,7 @@ def _show(file: Path, wanted: Path | None, *, as_json: bool) -> None:
         if wanted is not None:
             _find(record, lora_file(file), wanted)
         elif as_json:
-            echo(json_text(record))
+            give(record)
         else:
             for name, value in _summary(record).items():
                 echo(f"{name:20} {value}")
@@ -92,6 +92,7 @@ def _place_of(file: str) -> str:
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
     matches = find_in_provenance(record, file, wanted)
+    give({"found": bool(matches), "matches": matches})
     for line in matches:
         echo(line)
     if not matches:

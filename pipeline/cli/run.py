@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pipeline.cli.conventions import RECIPE, echo
+from pipeline.cli.json_output import give, is_json
 from pipeline.errors import RUN_RECIPE, FileAccessError, counted
 from pipeline.processes.launch import python_path
 from pipeline.recipe import Recipe, project_root
@@ -64,7 +68,7 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_
         raise click.UsageError("A run belongs to one recipe; use --continue latest for several recipes.")
     home = dagster_home()
     more = [] if continue_run is None else [continue_run]
-    if len(recipes) == 1:
+    if len(recipes) == 1 and not is_json():
         # The imports of the job take seconds.
         _show(f"starting {recipes[0].name}", err=True)
         # The module replaces this process, so that signals and the exit status need no forwarding.
@@ -76,7 +80,17 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_
         raise click.UsageError(f"Each recipe runs once; remove the repetition of {', '.join(repeated)}.")
     results = _run_in_turn(recipes, home, more, cache_only=cache_only, stop=stop)
     _show("\n" + results_text(recipes, results, cache_only=cache_only))
+    give({"recipes": [_values(recipe, results.get(recipe.name)) for recipe in recipes]})
     sys.exit(_status(recipes, results))
+
+
+def _values(recipe: Recipe, result: JobResult | None) -> dict[str, Any]:
+    """Return the outcome of a recipe, and the reports and failed checks of the assets that it reached."""
+    values = {"recipe": recipe.name, "outcome": _outcome(result), "output_dir": recipe.registered_output}
+    if result is None:
+        return values
+    content = {"errors": [], "reports": {}, "checks": {}, **result.content}
+    return {**values, "status": result.status, "seconds": result.seconds, **content}
 
 
 def _show(text: str, *, err: bool = False) -> None:
@@ -91,10 +105,16 @@ def _show(text: str, *, err: bool = False) -> None:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How the job of one of several recipes ended; `status` is its exit status."""
+    """How the job of one of several recipes ended.
+
+    Attributes:
+        status: Exit status of the job.
+        content: With `--json`, what `assets.run` has written to its result file.
+    """
 
     status: int
     seconds: float
+    content: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def _run_in_turn(
@@ -108,8 +128,13 @@ def _run_in_turn(
         _show(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
         started_s = time.monotonic()
         arguments, environment = _job_command(recipe, home, cache_only=cache_only)
-        status = _run_and_wait([*arguments, *more], environment)
-        results[recipe.name] = JobResult(status, time.monotonic() - started_s)
+        with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
+            file = Path(folder) / "result.json"
+            # Without a run to continue, its place is empty.
+            arguments += [*(more or [""]), str(file)] if is_json() else more
+            status = _run_and_wait(arguments, environment)
+            content = json.loads(file.read_bytes()) if file.exists() else {}
+        results[recipe.name] = JobResult(status, time.monotonic() - started_s, content)
         if status == STOPPED_STATUS or (status and stop):
             break
     return results
@@ -141,7 +166,7 @@ def _with_forwarded_signals(
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        process = subprocess.Popen(arguments, env=environment)
+        process = subprocess.Popen(arguments, env=environment, stdout=sys.__stderr__ if is_json() else None)
         for number in early:
             process.send_signal(number)
         yield process

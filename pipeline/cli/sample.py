@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.cli.step_options import comma_separated, step_options
 from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
@@ -92,6 +93,7 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
     _upload(recipe, job)
     echo(f"{counted(len(list(job.cells())), 'picture')} in {job.folder}")
     echo(f"sheet: {sheet}")
+    give({"pictures": len(list(job.cells())), "folder": job.folder, "sheet": sheet})
 
 
 def parse_strengths(values: Iterable[str]) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.conventions import echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import counted
 from pipeline.processes.cluster_variables import MachineOptions, find_machines
 from pipeline.processes.guard import watch_parent
@@ -66,6 +67,7 @@ def command(
     watch_parent()
     chosen = find_machines(MachineOptions(machines, rank, master, wait_s=wait_s), os.environ)
     _train(absolute(job, Path.cwd()), chosen, grace_s)
+    give({"job": job, "machine": chosen.rank, "machines": chosen.number})
 
 
 def _train(job: Address, machines: Machines, grace_s: float) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.cli.run import dagster_home
 from pipeline.errors import FileAccessError
 from pipeline.recipe import Recipe, project_root, recipes_dir
@@ -82,7 +83,9 @@ def command(
             public_url=public_url,
         )
         page = f"{recipes[0].name}/" if len(recipes) == 1 else ""
-        echo(f"{public_url or f'http://{HOST}:{port}'}/{page}?token={token}")
+        address = f"{public_url or f'http://{HOST}:{port}'}/{page}?token={token}"
+        echo(address)
+        give({"address": address})
         # Its access log would show the token.
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         with suppress(KeyboardInterrupt):

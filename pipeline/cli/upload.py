@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo
+from pipeline.cli.json_output import give
 from pipeline.recipe import Recipe
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER
 
@@ -35,7 +36,11 @@ def command(recipe: Recipe, repository: str, *, public: bool, licence: str | Non
     echo(f"{'would upload' if dry_run else 'uploading'} {bytes_text(total)} to {repository}")
     for name in prepared.files:
         echo(f"  {name}, {bytes_text(prepared.num_bytes(name))}")
+    files = {name: prepared.num_bytes(name) for name in prepared.files}
     if dry_run:
         echo(f"\n{prepared.card}")
+        give({"repository": repository, "files": files, "card": prepared.card, "address": None})
         return
-    echo(f"uploaded to {upload(prepared, public=public)}")
+    address = upload(prepared, public=public)
+    echo(f"uploaded to {address}")
+    give({"repository": repository, "files": files, "card": prepared.card, "address": address})

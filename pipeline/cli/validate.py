@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
+from typing import Any
 
 import click
 from ruamel.yaml import YAML
 
 from pipeline.cli.conventions import RECIPE_TO_CHECK, echo
+from pipeline.cli.json_output import give
 from pipeline.errors import LatentlineError, counted
+from pipeline.escaping import without_secrets
 from pipeline.models.recipe_support import (
     require_preview_prompts,
     require_references,
@@ -54,13 +57,15 @@ def command(context: click.Context, recipe: Recipe | None, deployment: bool) -> 
     """
     if recipe is None and not deployment:
         raise click.MissingParameter(ctx=context, param=context.command.params[0], param_hint="'RECIPE'")
-    if recipe is not None:
-        _check(recipe)
+    result = {} if recipe is None else _check(recipe)
     if deployment:
-        echo(_deployment_text(load_deployment()))
+        settings = load_deployment()
+        echo(_deployment_text(settings))
+        result["deployment"] = deployment_values(settings)
+    give(result)
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe) -> dict[str, Any]:
     from pipeline.raw_images.walk import require_readable  # imports Polars, which only valid recipes need
 
     limit = recipe.checks.max_file_bytes
@@ -71,8 +76,16 @@ def _check(recipe: Recipe) -> None:
     datasets = counted(len(recipe.datasets), "dataset")
     echo(f"{recipe.source}: valid; {datasets}, output in {recipe.registered_output}")
     family = local_family(recipe)
-    for warning in training_warnings(recipe, family) if family is not None else ():
+    warnings = training_warnings(recipe, family) if family is not None else ()
+    for warning in warnings:
         echo(f"warning: {warning}")
+    return {
+        "recipe": recipe.name,
+        "file": recipe.source,
+        "datasets": {each.name: without_secrets(str(each.root)) for each in recipe.datasets},
+        "output_dir": recipe.registered_output,
+        "warnings": [*warnings],
+    }
 
 
 def _deployment_text(deployment: Deployment) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.errors import counted
 from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
 from pipeline.recipe import Recipe
@@ -38,19 +40,34 @@ def command(recipe: Recipe, do_repair: bool) -> None:
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
     echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
     _show(bad)
-    for where, problem in RecipeEntries(recipe).store.damaged_packs().items():
+    damaged_packs = RecipeEntries(recipe).store.damaged_packs()
+    for where, problem in damaged_packs.items():
         echo(f"warning: the entries of a damaged pack count as missing: {where}: {problem}", err=True)
+    result: dict[str, Any] = {
+        "recipe": recipe.name,
+        "entries": len(needed),
+        "bytes": num_bytes,
+        "bad": _values(bad),
+        "damaged_packs": damaged_packs,
+    }
     if not bad:
+        give(result)
         return
     if not do_repair:
         echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
+        give(result)
         sys.exit(1)
 
     repair(recipe, tables, bad, log=echo)
     still_bad = verify(recipe, needed, log=log_to_stderr)
     echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
     _show(still_bad)
+    give({**result, "still_bad": _values(still_bad)})
     sys.exit(1 if still_bad else 0)
+
+
+def _values(bad: list[BadEntry]) -> list[dict[str, str]]:
+    return [{"sample_id": each.needed.name, "path": each.path, "problem": each.problem} for each in bad]
 
 
 def _show(bad: list[BadEntry]) -> None:

@@ -229,3 +229,9 @@ def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) ->
     path = report_path(output_dir, f"{asset}_checks")
     write_text(path, text + "\n")
     return path
+
+
+def read_failed_checks(output_dir: Path, asset: str) -> list[dict[str, Any]]:
+    """Return the checks of an asset that failed, as `write_findings` has written them."""
+    report = read_report(output_dir, f"{asset}_checks") or {}
+    return [check for check in report.get("checks", []) if not check["passed"]]

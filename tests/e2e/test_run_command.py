@@ -211,11 +211,19 @@ def test_several_recipes_run_in_turn_and_a_failure_stops_the_others_only_with_st
         "  last   not started",
         "  to continue: latentline run first last --cache-only",
     ]
-    completed = cached.run(both, DAGSTER_HOME=str(home))
+    completed = cached.run([*both, "--json"], DAGSTER_HOME=str(home))
     assert completed.returncode == 1
-    assert "2 recipes: 1 failed, 1 done" in completed.stdout
-    assert "last_cache: done after" in completed.stdout
-    assert "to continue: latentline run first --cache-only" in completed.stdout
+    assert "2 recipes: 1 failed, 1 done" in completed.stderr
+    assert "last_cache: done after" in completed.stderr
+    assert "to continue: latentline run first --cache-only" in completed.stderr
+    first, last = json.loads(completed.stdout)["recipes"]
+    assert (first["outcome"], first["status"], first["reports"]) == ("failed", 1, {})
+    assert [error.keys() for error in first["errors"]] == [{"what", "where", "fix"}]
+    assert (last["outcome"], last["status"], last["errors"]) == ("done", 0, [])
+    assert last["reports"]["vae_latents"] == json.loads(
+        (cached.root / "last" / "reports" / "vae_latents.json").read_text("utf-8")
+    )
+    assert last["checks"].keys() == last["reports"].keys()
     runs = DagsterInstance.from_config(str(home)).get_runs()
     assert sorted(run.job_name for run in runs) == ["first_cache", "first_cache", "last_cache"]
 
