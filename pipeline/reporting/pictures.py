@@ -228,9 +228,12 @@ def charts(number: int, width_px: int, height_px: int) -> tuple[Figure, list[Axe
 
 def png(figure: Figure) -> bytes:
     """Return a chart as a PNG with 64 colours, usually below 20 kB."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    drawn, file = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png")
-    Image.open(drawn).convert("RGB").quantize(64).save(file, "PNG", optimize=True)
+    # Not `savefig`, which compresses the picture that is compressed again below.
+    canvas, file = FigureCanvasAgg(figure), io.BytesIO()
+    canvas.draw()
+    drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    drawn.convert("RGB").quantize(64).save(file, "PNG", optimize=True)
     return file.getvalue()
