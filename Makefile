@@ -46,9 +46,12 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # for the libraries of torch's CUDA builds, which the last line of pip adds.
 define INSTALL_LOCKED
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps "$$(grep '^torch==' constraints.txt)"
-	$(PIP) --no-deps --only-binary :all: --require-hashes -r requirements.lock
+	$(PIP) --no-compile --no-deps "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --no-compile --no-deps --only-binary :all: --require-hashes -r requirements.lock
 endef
+
+# On all cores; pip would compile one file after the other. Packages have a few files for other versions of Python.
+COMPILE_ALL = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Create Dagster's database last: if two commands created it at the same time, it would become unreadable.
 CREATE_INSTANCE = DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster instance info > /dev/null
@@ -59,12 +62,14 @@ $(VENV)/installed: pyproject.toml constraints.txt requirements.lock
 	$(PIP) --no-build-isolation -c constraints.txt -e '.[$(USER_EXTRAS)]'
 	$(BIN)/python tools/unneeded_packages.py $(USER_EXTRAS) > $(VENV)/unneeded.txt
 	test ! -s $(VENV)/unneeded.txt || $(BIN)/python -m pip uninstall --quiet --yes -r $(VENV)/unneeded.txt
+	$(COMPILE_ALL)
 	$(CREATE_INSTANCE)
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt requirements.lock
 	$(INSTALL_LOCKED)
 	$(PIP) --no-build-isolation -c constraints.txt -e '.[demo,dev]'
+	$(COMPILE_ALL)
 	$(CREATE_INSTANCE)
 	touch $@
 
