@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +28,7 @@ from demo.picture_faults import CHECKS, named_samples
 from demo.world import SHAPES, draw_scene, scene_of
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.log import discard
+from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images.stage import scan
 from pipeline.recipe.project import project_root
 from pipeline.reporting.findings import CheckContext
@@ -77,7 +78,7 @@ def plant(pictures: Path, seed: int) -> dict[str, str]:
 def trial(folder: Path, cache: Path, seed: int) -> Result:
     """Return what caption swap and checks name, in a dataset with the defects and in one without."""
     result: Result = {}
-    for name, change in (("planted", plant_with(seed)), ("clean", _nothing)):
+    for name, change in (("planted", plant_with(seed)), ("clean", nothing)):
         recipe, planted = dataset(folder / name, cache, seed, change)
         tables = Tables(recipe.output_dir)
         table = diagnosed(recipe, frozenset(), in_process).table
@@ -92,14 +93,28 @@ def trial(folder: Path, cache: Path, seed: int) -> Result:
     return result
 
 
-def dataset(folder: Path, cache: Path, seed: int, change: Change) -> tuple[Recipe, dict[str, str]]:
-    """Draw the demo's dataset, change it, fill its caches, and return its recipe and what was changed."""
+def dataset(
+    folder: Path, cache: Path, seed: int, change: Change, *, without: Sequence[str] = (), **sections: Any
+) -> tuple[Recipe, dict[str, str]]:
+    """Draw the demo's dataset, change it, fill its caches, and return its recipe and what was changed.
+
+    Args:
+        folder: An existing folder.
+        cache: Folder of the cache, which datasets may share.
+        seed: Seed of the pictures.
+        change: Changes the pictures.
+        without: Names of images to remove then.
+        sections: Changes of the demo's recipe.
+    """
     pictures = folder / "pictures"
     write_pictures(pictures, seed)
     # Pictures of one world resemble each other more than photographs.
     checks_section = {"near_duplicate_bits": 0}
-    recipe = changed_demo(folder, cache_dir=str(cache), checks=checks_section)
+    recipe = changed_demo(folder, cache_dir=str(cache), checks=checks_section, **sections)
     changed = change(pictures)
+    for name in without:
+        for file in pictures.rglob(f"{name}.*"):
+            file.unlink()
 
     tables = Tables(recipe.output_dir)
     _keep(tables, "raw_images", scan(recipe, tables, log=discard))
@@ -118,7 +133,8 @@ def plant_with(seed: int) -> Change:
     return lambda pictures: plant(pictures, seed)
 
 
-def _nothing(_pictures: Path) -> dict[str, str]:
+def nothing(_pictures: Path) -> dict[str, str]:
+    """Change no picture."""
     return {}
 
 
@@ -141,7 +157,15 @@ def in_process(module: str, job_file: Path, meanwhile: Meanwhile | None = None) 
     """Run a worker in this process, because importing torch takes longer than the work on 48 pictures."""
     if meanwhile is not None:
         meanwhile()
-    import_module(f"{module}.__main__").run(job_file, _Silent(), rank=0, num_ranks=1)
+    if module != TRAINING_MODULE:
+        import_module(f"{module}.__main__").run(job_file, _Silent(), rank=0, num_ranks=1)
+        return
+
+    from pipeline.trained_lora.job import read_job
+    from pipeline.trained_lora.worker.loop import train
+    from pipeline.trained_lora.worker.stop_request import StopRequest
+
+    train(read_job(job_file), _Silent(), StopRequest())
 
 
 def read_results(file: Path) -> list[Result]:
