@@ -3,12 +3,13 @@
     python -m demo.defects_trained outputs/trained            # the missing trainings; stop it at any time
     python -m demo.defects_trained outputs/trained --seeds 0  # the tables of the stored results
 
-A seed has three short trainings on the datasets of `demo.defects`: `planted` with the four defects,
-`repaired` with them but without the images that diagnosis and checks found, and `clean` without the defects.
-The results are in demo/results/defects_trained.jsonl, one line per seed and training.
+A seed has three trainings on the datasets of `demo.defects`: `planted` with the four defects, `repaired` with
+them but without the images that diagnosis and checks found, and `clean` without the defects. The results are
+in demo/results/defects_trained.jsonl, one line per seed and training.
 
-Two lists of images come from the losses of `planted`: the hardest images, and those that Fizgig 7.2 would
-watch. By its description, their loss, relative to all losses at similar noise, stays high and does not fall.
+`planted` is shorter than the others, which have the demo's own number of steps: its score is not compared.
+Two lists of images come from its losses: the hardest images, and those that Fizgig 7.2 would watch. By its
+description, their loss, relative to all losses at similar noise, stays high and does not fall.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ if TYPE_CHECKING:
 
 RESULTS = project_root() / "demo" / "results" / "defects_trained.jsonl"
 
-STEPS = 150
-"""Steps of each training: 25 draws of each image."""
+STEPS = {"planted": 150, "clean": 400, "repaired": 400}
+"""Steps of each training; 150 are 25 draws of each image."""
 
-PARTS = ("planted", "clean", "repaired")
+PARTS = tuple(STEPS)
 
-TRAINING = {"steps": STEPS, "checkpoint_every": STEPS, "sample_every": 0, "trackers": []}
-"""Changes of the demo's training."""
+SCORED = ("clean", "repaired")
+"""The trainings with a score."""
 
 KINDS = ("caption", "shape", "blurred")
 
@@ -68,13 +69,17 @@ def trained(folder: Path, cache: Path, seed: int, part: str, found: Sequence[str
     """
     change = nothing if part == "clean" else plant_with(seed)
     removed = found if part == "repaired" else ()
-    recipe, _ = dataset(folder, cache, seed, change, without=removed, training=TRAINING)
+    steps = STEPS[part]
+    training = {"steps": steps, "checkpoint_every": steps, "sample_every": 0, "trackers": []}
+    recipe, _ = dataset(folder, cache, seed, change, without=removed, training=training)
     tables = Tables(recipe.output_dir)
     latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
     report = train_lora(recipe, latents, text, launch=in_process, log=discard).report
 
-    result: Result = {"score": concept_score(recipe)}
-    if part == "planted":
+    result: Result = {}
+    if part in SCORED:
+        result["score"] = concept_score(recipe)
+    else:
         result["hardest"] = [Path(each["sample_id"]).stem for each in report["hardest_samples"][:TOP]]
         layout = RunLayout(recipe.output_dir / "runs" / report["run"])
         trained_on = read_inputs(layout.folder / INPUTS_FILE).trained.table["sample_id"]
@@ -134,21 +139,22 @@ def report(found: Iterable[Result], results: Iterable[Result]) -> Iterator[str]:
         others = sum(image not in kinds for kinds, six in first_six for image in six)
         yield f"| {name} | {' | '.join(cells)} | {others} |"
 
-    seeds = sorted(set.intersection(*(set(each) for each in parts.values())))
-    scores = {part: [parts[part][seed]["score"] for seed in seeds] for part in PARTS}
+    clean, repaired = (parts[part] for part in SCORED)
+    pairs = [
+        (seed, clean[seed]["score"], repaired[seed]["score"]) for seed in sorted(clean.keys() & repaired)
+    ]
     yield ""
-    yield f"| seed | {' | '.join(PARTS)} |"
-    yield "|---" * (1 + len(PARTS)) + "|"
-    for row in zip(seeds, *scores.values(), strict=True):
-        yield f"| {row[0]} | {' | '.join(f'{score:.2f}' for score in row[1:])} |"
-    if len(seeds) > 1:
-        yield f"| mean | {' | '.join(f'{mean(each):.3f}' for each in scores.values())} |"
+    yield "| seed | clean | repaired |"
+    yield "|---" * 3 + "|"
+    for seed, *scores in pairs:
+        yield f"| {seed} | {' | '.join(f'{score:.2f}' for score in scores)} |"
+    if len(pairs) > 1:
+        lower = [before - after for _, before, after in pairs]
+        means = (mean(each[1] for each in pairs), mean(each[2] for each in pairs))
+        yield f"| mean | {' | '.join(f'{each:.3f}' for each in means)} |"
         yield ""
-    for part in ("planted", "repaired"):
-        lower = [clean - other for clean, other in zip(scores["clean"], scores[part], strict=True)]
-        if len(lower) > 1:
-            error = stdev(lower) / len(lower) ** 0.5
-            yield f"{part}: {mean(lower):.3f} lower than clean, standard error {error:.3f}"
+        error = stdev(lower) / len(lower) ** 0.5
+        yield f"repaired: {mean(lower):.3f} lower than clean, standard error {error:.3f}"
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def test_the_report_counts_defects_by_kind_and_compares_trainings_of_a_seed() ->
     ]
     results = [
         {"seed": seed, "part": part, "score": score, "hardest": ["x", "c"], "watched": ["y"]}
-        for seed, scores in enumerate(((0.25, 0.5, 0.5), (0.5, 0.75, 0.5)))
+        for seed, scores in enumerate(((0.0, 0.5, 0.5), (0.0, 0.75, 0.5)))
         for part, score in zip(PARTS, scores, strict=True)
     ]
     # A seed with one training only has lists, and no row.
@@ -42,6 +42,6 @@ def test_the_report_counts_defects_by_kind_and_compares_trainings_of_a_seed() ->
     lines = list(report([*found, {**found[0], "seed": 2}], results))
     assert "| diagnosis and checks | 6 of 6 | 0 of 3 | 3 of 3 | 3 |" in lines
     assert "| hardest | 0 of 6 | 3 of 3 | 0 of 3 | 3 |" in lines
-    assert "| 1 | 0.50 | 0.75 | 0.50 |" in lines
-    assert "| mean | 0.375 | 0.625 | 0.500 |" in lines
+    assert "| 1 | 0.75 | 0.50 |" in lines
+    assert "| mean | 0.625 | 0.500 |" in lines
     assert lines[-1] == "repaired: 0.125 lower than clean, standard error 0.125"
