@@ -25,3 +25,6 @@ FEATURES_VERSION = 1
 
 DIAGNOSIS_VERSION = 1
 """Version of the code that measures captions with the base model, part of the key of their losses."""
+
+INFLUENCE_VERSION = 1
+"""Version of the code that computes the influence of an image at a step, part of its key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.cache.pack_copies import CopySettings
 from pipeline.encoding.fill import WORKERS
@@ -11,6 +12,9 @@ from pipeline.encoding.jobs import read_encoding
 from pipeline.encoding.progress import Report
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
+
+if TYPE_CHECKING:
+    from pipeline.trained_lora.worker.stop_request import StopRequest
 
 
 def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
@@ -46,6 +50,7 @@ class InProcessLaunch:
         self.lines: list[str] = []
         self.stop_after = stop_after
         self.copies: CopySettings | None = None
+        self._stop: StopRequest | None = None
 
     def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
@@ -74,7 +79,8 @@ class InProcessLaunch:
 
     def progress(self, done: int, total: int, text: str, **details: str) -> None:
         self.lines.append(f"{done}/{total} {text}")
-        if self.stop_after is not None and done >= self.stop_after:
+        # Encoders cannot be stopped.
+        if self._stop is not None and self.stop_after is not None and done >= self.stop_after:
             self._stop.requested = True
 
 

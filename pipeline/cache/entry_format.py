@@ -23,7 +23,7 @@ import safetensors
 
 from pipeline.errors import StoreError
 
-Kind = Literal["latents", "text", "masks", "pictures", "features", "diagnoses"]
+Kind = Literal["latents", "text", "masks", "pictures", "features", "diagnoses", "influences"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
@@ -50,6 +50,9 @@ FEATURES = "features"
 
 LOSSES = "losses"
 """Name of the float32 tensor in an entry with the losses of an image under several captions."""
+
+INFLUENCE = "influence"
+"""Name of the float32 (1,) tensor in an entry with the product of an image's and the holdout's gradient."""
 
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""

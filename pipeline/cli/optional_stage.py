@@ -12,10 +12,19 @@ from pipeline.cli.json_output import give
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pipeline.processes.launch import Launch
+    from pipeline.processes.launch import Launch, LocalLaunch
     from pipeline.reporting.findings import CheckContext, Finding
     from pipeline.reporting.reports import Report, StageResult
     from pipeline.storage.tables import Tables
+
+
+def local_launch(recipe: Recipe) -> LocalLaunch:
+    """Return the launch of a command; the lines of its processes are on standard error."""
+    from pipeline.processes.launch import LocalLaunch
+    from pipeline.reporting.terminal import TERMINAL_VARIABLE
+
+    # On a terminal, the launched process draws a bar, and its lines would disturb it.
+    return LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
 
 
 def run_stage(
@@ -33,15 +42,12 @@ def run_stage(
     """
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import stage_files, table_file
-    from pipeline.processes.launch import LocalLaunch
     from pipeline.reporting.findings import CheckContext, write_findings
     from pipeline.reporting.reports import report_path, write_report
-    from pipeline.reporting.terminal import TERMINAL_VARIABLE
     from pipeline.storage.atomic import write_atomically
     from pipeline.storage.tables import Tables, write_rows
 
-    # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
+    launch = local_launch(recipe)
     outputs, tables = outputs_of(recipe, log_to_stderr), Tables(recipe.output_dir, log=log_to_stderr)
     with stage_files(outputs, asset, checks_only=False, log=log_to_stderr):
         result = stage(tables, launch)

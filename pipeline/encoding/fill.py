@@ -46,7 +46,7 @@ EVALUATION_MODULE = "pipeline.evaluation.worker"
 """Entry module that draws and scores pictures. Its processes are on the machine of the step."""
 
 DIAGNOSIS_MODULE = "pipeline.diagnosis.worker"
-"""Entry module that measures losses of the base model."""
+"""Entry module that measures losses and gradients with the base model."""
 
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
@@ -56,6 +56,7 @@ WORKERS: dict[Kind, str] = {
     "pictures": EVALUATION_MODULE,
     "features": EVALUATION_MODULE,
     "diagnoses": DIAGNOSIS_MODULE,
+    "influences": DIAGNOSIS_MODULE,
 }
 """Module that encodes each kind."""
 
@@ -66,6 +67,7 @@ _ENTRY_NAMES: dict[Kind, tuple[str, str]] = {
     "pictures": ("picture", "pictures"),
     "features": ("feature entry", "feature entries"),
     "diagnoses": ("measured caption", "measured captions"),
+    "influences": ("gradient", "gradients"),
 }
 """Names of entries in the log, one and several, of kinds that are not called an entry."""
 

@@ -31,6 +31,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "pictures": "pictures drawn",
     "features": "features computed",
     "diagnoses": "captions measured",
+    "influences": "gradients computed",
 }
 """Description of the jobs of each kind for progress."""
 

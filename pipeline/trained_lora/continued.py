@@ -150,8 +150,16 @@ def prepare_continued(layout: RunLayout, continued: Continued) -> None:
     Raises:
         OSError: A file cannot be read or written.
     """
-    source = RunLayout(layout.folder.with_name(continued.run))
-    name = checkpoint_name(continued.step)
+    copy_checkpoint(RunLayout(layout.folder.with_name(continued.run)), continued.step, layout)
+
+
+def copy_checkpoint(source: RunLayout, step: int, layout: RunLayout) -> None:
+    """Copy a checkpoint of a run and the losses before it to another run's folder, unless they are there.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    name = checkpoint_name(step)
     final = layout.checkpoints / name
     if final.is_dir():
         return
@@ -171,8 +179,8 @@ def prepare_continued(layout: RunLayout, continued: Continued) -> None:
 
     # The losses come first, because a run with a checkpoint is never prepared again.
     for before, after, last in (
-        (source.metrics, layout.metrics, continued.step),
-        (source.validation, layout.validation, continued.step + 1),
+        (source.metrics, layout.metrics, step),
+        (source.validation, layout.validation, step + 1),
     ):
         if lines := read_metrics(before, last):
             write_text(after, "".join(f"{json.dumps(line)}\n" for line in lines))

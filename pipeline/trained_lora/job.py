@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class TrainingJob:
         copies: Where this process copies packs of a remote cache; None to read them remotely.
         stop_after: Number of steps after which the training stops with a checkpoint, as on request; None for
             all steps. It is not part of the run's identity.
+        left_out: Inputs that the plan shows with weight 0, by variant_id.
     """
 
     recipe: Recipe
@@ -80,6 +81,7 @@ class TrainingJob:
     training_adapter: Path | None = None
     copies: CopySettings | None = None
     stop_after: int | None = None
+    left_out: frozenset[str] = frozenset()
 
     @cached_property
     def store(self) -> Store:
@@ -99,7 +101,8 @@ class TrainingJob:
             TrainingError: No inputs are left to train on.
         """
         # The plan of a shorter run begins with the same steps.
-        return TrainingPlan(plan_inputs(self.inputs), plan_settings(self.recipe, self.inputs, steps=steps))
+        settings = plan_settings(self.recipe, self.inputs, steps=steps)
+        return TrainingPlan(plan_inputs(self.inputs), replace(settings, left_out=self.left_out))
 
     def write(self) -> Path:
         """Write the job's files into the run's folder, and return the argument of `read_job`."""
@@ -116,6 +119,7 @@ class TrainingJob:
             "empty_text": entry_to_json(self.empty_text),
             "prompts": prompts_to_json(self.prompts),
             **({} if self.stop_after is None else {"stop_after": self.stop_after}),
+            **({"left_out": sorted(self.left_out)} if self.left_out else {}),
         }
         path = self.folder / JOB_FILE
         write_text(path, json.dumps(job, indent=2, ensure_ascii=False) + "\n")
@@ -159,6 +163,7 @@ def read_job(path: Path, *, copies: CopySettings | None = None) -> TrainingJob:
         prompts=prompts_from_json(job["prompts"]),
         copies=copies,
         stop_after=job.get("stop_after"),
+        left_out=frozenset(job.get("left_out", ())),
     )
 
 

@@ -1,1 +1,1 @@
-"""Process that measures the base model's loss under several captions; imports torch."""
+"""Process that measures captions with the base model, and influences with a run; imports torch."""

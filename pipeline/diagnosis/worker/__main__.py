@@ -1,4 +1,4 @@
-"""`python -m pipeline.diagnosis.worker <encoding.json>`: measure losses of images under several captions."""
+"""`python -m pipeline.diagnosis.worker <encoding.json>`: measure captions or influences of images."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def run(encoding_file: Path, report: Report, *, rank: int, num_ranks: int) -> No
 def open_encoder(encoding: Encoding, device: str, progress: Progress) -> Encoder:
     """Return the measurement of an encoding's entries."""
     del device  # accelerate's own
+    if encoding.kind == "influences":
+        from pipeline.diagnosis.worker.influence import InfluenceEncoder
+
+        return InfluenceEncoder(encoding, progress)
+
     from pipeline.diagnosis.worker.measure import SwapEncoder
 
     return SwapEncoder(encoding, progress)

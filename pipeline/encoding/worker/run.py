@@ -42,6 +42,7 @@ _LOADING: dict[Kind, str] = {
     "pictures": "loading the base model",
     "features": "loading the scorers",
     "diagnoses": "loading the base model",
+    "influences": "loading the base model",
 }
 
 

@@ -42,6 +42,7 @@ class PlanSettings:
         dataset_dropouts: `caption_dropout` of datasets that differ, by name.
         seed: Seed of shuffling, dropout, variants and views.
         weights: Sampling weight per dataset, or empty, as in `Mix`.
+        left_out: Inputs with slots of weight 0, by variant_id.
     """
 
     steps: int
@@ -54,6 +55,7 @@ class PlanSettings:
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     exhausted: Exhausted = "leave"
     dataset_dropouts: Mapping[str, float] = field(default_factory=dict[str, float])
+    left_out: frozenset[str] = frozenset()
 
     def dropout_of(self, dataset: str) -> float:
         """Return the fraction of a dataset's slots that use the empty caption."""
@@ -72,7 +74,8 @@ class Slot:
         drop_caption: Whether the empty caption replaces the sample's own.
         variant: Index of the caption, from 0.
         view: Index of the latent, from 0.
-        weight: 1.0, or 0.0 for the placeholder of a rank without a sample in this micro-step.
+        weight: 1.0, or 0.0 for the placeholder of a rank without a sample in this micro-step, and for an
+            input that is left out.
     """
 
     variant_id: str
@@ -97,7 +100,7 @@ class StepPlan:
         step: Number of the step, from 0.
         epoch: Number of the epoch, from 0.
         micro_batches: Micro-batches, 1 to `gradient_accumulation`.
-        num_samples: Number of slots of weight 1; the step's loss is their mean.
+        num_samples: Number of slots without placeholders, by which the sum of the losses is divided.
     """
 
     step: int
@@ -275,6 +278,9 @@ class TrainingPlan(Sequence[StepPlan]):
             drop_caption=drawn("dropout") / 2**64 < self.settings.dropout_of(chosen.dataset),
             variant=drawn("variant") % chosen.variants,
             view=drawn("view") % chosen.views,
+            # Its slot stays, so that the other samples keep their index, and so their noise. The divisor of
+            # the loss stays too: without the sample, the gradients of the others are the same.
+            weight=0.0 if chosen.variant_id in self.settings.left_out else 1.0,
         )
 
 

@@ -80,8 +80,12 @@ class MetricsLog:
         self._metrics.append({**counts, **numbers})
 
         # Indices instead of ids keep the file small: it has an entry for each sample of each step.
-        samples = [self._trained.number_of(slot.variant_id) for slot in batch.slots()]
-        by_sample = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
+        slots = batch.slots()
+        by_sample = {
+            "samples": [self._trained.number_of(slot.variant_id) for slot in slots],
+            "timesteps": [outcome.timesteps[slot.index] for slot in slots],
+            "losses": [outcome.losses[slot.index] for slot in slots],
+        }
         self._samples.append({"step": batch.step, **by_sample})
 
         # A clock of low resolution may measure 0 seconds.

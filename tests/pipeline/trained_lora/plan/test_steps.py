@@ -465,3 +465,20 @@ def test_variants_views_and_dropout_are_uniform_and_independent() -> None:
     # 1200 draws in 12 equal classes have a mean of 100 and a standard deviation of 9.6.
     assert len(counts) == 12, f"classes (variant, view, dropped caption) that occur: {sorted(counts)}"
     assert {each: number for each, number in counts.items() if not 60 <= number <= 140} == {}
+
+
+@given(samples_with_repeats(), shapes, st.data())
+def test_samples_that_are_left_out_change_no_slot_of_another_one(
+    samples: list[PlanInput], shape: PlanSettings, data: st.DataObject
+) -> None:
+    """Index, epoch and occurrence seed the noise, and the number of samples divides the loss."""
+    names = [each.variant_id for each in samples]
+    left_out = data.draw(st.frozensets(st.sampled_from(names)))
+    complete, plan = plan_of(samples, shape), plan_of(samples, replace(shape, left_out=left_out))
+    for before, after in zip(complete, plan, strict=True):
+        assert (after.step, after.epoch, after.num_samples) == (before.step, before.epoch, before.num_samples)
+        assert after.slots() == [slot for slot in before.slots() if slot.variant_id not in left_out]
+        # Their places stay, so that all micro-batches have their sizes.
+        assert [[len(share) for share in micro] for micro in after.micro_batches] == [
+            [len(share) for share in micro] for micro in before.micro_batches
+        ]
