@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from demo.defects_trained import PARTS, report, watched
+import pytest
+
+from demo.defects import TOP
+from demo.defects_trained import PARTS, report, trained, watched
 
 
 def write_losses(file: Path, losses: dict[str, list[float]]) -> list[str]:
@@ -45,3 +48,10 @@ def test_the_report_counts_defects_by_kind_and_compares_trainings_of_a_seed() ->
     assert "| 1 | 0.75 | 0.50 |" in lines
     assert "| mean | 0.625 | 0.500 |" in lines
     assert lines[-1] == "repaired: 0.125 lower than clean, standard error 0.125"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_training_of_one_seed_lists_six_images_by_each_rule(tmp_path: Path) -> None:
+    result = trained(tmp_path, tmp_path / "cache", 0, "planted", [])
+    assert {len(set(result[name])) for name in ("hardest", "watched")} == {TOP}
