@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.cli.optional_stage import local_launch, run_stage
 from pipeline.cli.sample import STOPPED_STATUS
 from pipeline.recipe import Recipe
@@ -56,6 +57,7 @@ def command(recipe: Recipe, *, influence: bool, run: str | None, num_left_out: i
         sys.exit(STOPPED_STATUS)
     if influence:
         _show_influence(recipe, report)
+        give(report)
     else:
         _show(recipe, report)
 
