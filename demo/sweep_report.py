@@ -18,6 +18,9 @@ Line = dict[str, Any]
 MAX_BEHIND = 0.03
 """Largest difference of a good winner to the best variant, as a fraction of right pictures."""
 
+MAX_FACTOR = 3.0
+"""Largest ratio of a good proposal of a rate to the rate of the best variant, in either direction."""
+
 _FACTOR = (1.96 + 0.84) ** 2
 """(z for a two-sided 95% interval + z for a power of 80%) squared."""
 
@@ -66,6 +69,21 @@ def report(lines: Sequence[Line]) -> str:
 def truths(line: Line) -> list[float]:
     """Return the fraction of right pictures of each variant."""
     return [right / number for right, number in line["truth"]]
+
+
+def proposals(lines: Sequence[Line], rates: Sequence[Line]) -> str:
+    """Return the proposed learning rates beside the rates of the best variants, as text."""
+    rate_of = {line["seed"]: line["rate"] for line in rates}
+    shown, num_good = ["seed  proposed  best rate  factor"], 0
+    for line in lines:
+        true, rate = truths(line), rate_of.get(line["seed"])
+        best = list(product(*line["grid"].values()))[true.index(max(true))][0]
+        if rate is None:
+            shown.append(f"{line['seed']:>4}         -  {best:>9.2g}")
+            continue
+        num_good += 1 / MAX_FACTOR <= rate / best <= MAX_FACTOR
+        shown.append(f"{line['seed']:>4}  {rate:>8.2g}  {best:>9.2g}  {rate / best:>6.2f}")
+    return "\n".join([*shown, "", f"within a factor of {MAX_FACTOR:g}: {num_good} of {len(lines)}"])
 
 
 def _names(grid: dict[str, list[Any]]) -> list[str]:

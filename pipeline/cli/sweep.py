@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Compare variants of a recipe, and find the best one.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
-def command(recipe: Recipe) -> None:
+@click.option(
+    "--find",
+    type=click.Choice(["learning_rate"]),
+    help="Propose the middle of a grid by a range test: a short run with a rising rate, measured on held-out "
+    "images. RECIPE needs no section sweep.",
+)
+def command(recipe: Recipe, find: str | None) -> None:
     """Train the variants of RECIPE that its section sweep declares, and find the best one.
 
     All variants are trained to a fraction of their steps and compared with the same pictures, or with the
@@ -29,12 +36,31 @@ def command(recipe: Recipe) -> None:
     Ctrl-C stops the training after a checkpoint. The same command continues it, and trains nothing twice.
     """
     try:
+        if find is not None:
+            _find_learning_rate(recipe)
+            return
         report = _sweep(recipe)
     except KeyboardInterrupt:
         echo("\nStopped. The variants have checkpoints, and pictures are in the cache.", err=True)
         echo("  fix:   run the command again, which continues the sweep", err=True)
         sys.exit(STOPPED_STATUS)
     _show(recipe, report)
+
+
+def _find_learning_rate(recipe: Recipe) -> None:
+    from pipeline.processes.launch import LocalLaunch
+    from pipeline.reporting.terminal import TERMINAL_VARIABLE
+    from pipeline.storage.tables import Tables
+    from pipeline.sweep.range_test import find_learning_rate
+
+    tables = Tables(recipe.output_dir, log=log_to_stderr)
+    latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
+    # On a terminal, the launched process draws a bar, and its lines would disturb it.
+    launch = LocalLaunch(recipe.accelerate, None if TERMINAL_VARIABLE in os.environ else log_to_stderr)
+    proposal = find_learning_rate(recipe, latents, text, launch=launch, log=log_to_stderr)
+    echo(proposal.why)
+    rates = ", ".join(f"{factor * proposal.rate:.2g}" for factor in (0.5, 1, 2))
+    echo(f"grid: {{training.learning_rate: [{rates}]}}")
 
 
 def _sweep(recipe: Recipe) -> Report:

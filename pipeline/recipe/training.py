@@ -31,6 +31,9 @@ DEFAULT_STEPS = 1000
 POLYNOMIAL_END = 1e-7
 """Final learning rate of the polynomial schedule."""
 
+RISE = (0.1, 100.0)
+"""First and last learning rate of the rising schedule, as multiples of the recipe's rate."""
+
 
 class OptimizerArguments(Settings):
     """Keyword arguments of the optimizer; the names are checked together with `optimizer`."""
@@ -96,13 +99,14 @@ class TrainingSettings(Settings):
         default_factory=OptimizerArguments,
         description="Other arguments of the optimizer, such as weight_decay or betas.",
     )
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd"] = (
-        Field(
-            default="constant",
-            description="Learning rate after warm-up. constant: unchanged. linear, cosine, "
-            "cosine_with_restarts (`lr_cycles`) and polynomial (`lr_power`): decays over the run. wsd "
-            "(warmup-stable-decay): constant, then decays to zero in the last `decay_steps`.",
-        )
+    lr_scheduler: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd", "rising"
+    ] = Field(
+        default="constant",
+        description="Learning rate after warm-up. constant: unchanged. linear, cosine, "
+        "cosine_with_restarts (`lr_cycles`) and polynomial (`lr_power`): decays over the run. wsd "
+        "(warmup-stable-decay): constant, then decays to zero in the last `decay_steps`. rising: for a "
+        "range test, rises exponentially from a tenth of `learning_rate` to a hundred times it.",
     )
     lr_cycles: int = Field(
         default=1,
@@ -333,6 +337,9 @@ class TrainingSettings(Settings):
             what += f"lr_scheduler: polynomial, got {self.learning_rate}"
             fix, involves = "raise it, or use another lr_scheduler", ("learning_rate", "lr_scheduler")
             yield Violation("learning_rate", what, fix, involves)
+        if kind == "rising" and self.warmup_steps:
+            what = f"lr_scheduler: rising has no warm-up, got warmup_steps: {self.warmup_steps}"
+            yield Violation("warmup_steps", what, "remove it", ("warmup_steps", "lr_scheduler"))
         if kind == "wsd" and self.decay_steps == 0:
             what = "lr_scheduler: wsd needs decay_steps, the number of steps in which the rate decays to zero"
             fix, involves = "set it, for example to a fifth of the steps", ("decay_steps", "lr_scheduler")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from demo.sweep_report import Line, report, truths
+from demo.sweep_report import Line, proposals, report, truths
 
 
 def _line(seed: int, scores: list[float], right: list[int], winner: int | None) -> Line:
@@ -44,3 +44,17 @@ def test_the_report_counts_good_winners_and_seeds_of_an_unpaired_comparison() ->
     last = shown.splitlines()[-1].split()
     assert last == ["rate", "0.2,", "rank", "8", "2", "2", "of", "2"]
     assert report([]) == "no seeds yet"
+
+
+def test_proposals_are_compared_with_the_rate_of_the_best_variant() -> None:
+    lines = [
+        _line(1, [0.01, 0.02, 0.09, 0.06], [0, 0, 80, 82], winner=3),
+        _line(2, [0.03, 0.02, 0.08, 0.07], [90, 0, 60, 20], winner=3),
+    ]
+    shown = proposals(lines, [{"seed": 1, "rate": 0.07}, {"seed": 2, "rate": 0.04}])
+    assert [row.split() for row in shown.splitlines()[1:3]] == [
+        ["1", "0.07", "0.2", "0.35"],
+        ["2", "0.04", "0.1", "0.40"],
+    ]
+    assert shown.endswith("within a factor of 3: 2 of 2")
+    assert proposals(lines, [{"seed": 1, "rate": 0.06}]).endswith("within a factor of 3: 0 of 2")

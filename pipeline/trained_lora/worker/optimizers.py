@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import get_wsd_schedule
 
 from pipeline.errors import TrainingError
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
+from pipeline.recipe.training import RISE
 
 if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LambdaLR
-
     from pipeline.recipe import TrainingSettings
     from pipeline.trained_lora.worker.adapter.lora import Networks
 
@@ -175,6 +175,10 @@ def make_lr_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettin
             num_decay_steps=settings.decay_steps,
             num_training_steps=settings.num_steps,
         )
+
+    if settings.lr_scheduler == "rising":
+        (low, high), last = RISE, max(1, settings.num_steps - 1)
+        return LambdaLR(optimizer, lambda step: low * (high / low) ** min(1.0, step / last))
 
     # Except for this one, diffusers' schedules have the recipe's names. All begin with a linear warm-up.
     is_constant = settings.lr_scheduler == "constant"

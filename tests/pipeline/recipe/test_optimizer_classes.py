@@ -62,6 +62,7 @@ def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
         ({"lr_scheduler": "wsd"}, "needs decay_steps"),
         ({"lr_scheduler": "wsd", "decay_steps": 990, "warmup_steps": 20}, "use at most 980"),
         ({"decay_steps": 5}, "set lr_scheduler: wsd"),
+        ({"lr_scheduler": "rising", "warmup_steps": 5}, "remove it"),
         ({"lr_cycles": 2, "lr_scheduler": "cosine"}, "set lr_scheduler: cosine_with_restarts"),
         ({"lr_power": 2.0}, "set lr_scheduler: polynomial"),
         ({"lr_scheduler": "polynomial", "learning_rate": 1e-8}, "raise it"),

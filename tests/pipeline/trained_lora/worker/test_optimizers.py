@@ -132,6 +132,8 @@ def test_schedules_follow_their_formulas() -> None:
     assert rates(lr_scheduler="polynomial", lr_power=2.0) == pytest.approx(power)
     decay = [1.0] * 6 + [half_cosine(step / 4) for step in range(4)]
     assert rates(lr_scheduler="wsd", decay_steps=4) == pytest.approx(decay)
+    rising = [0.1 * 1000 ** (step / 9) for step in range(10)]
+    assert rates(lr_scheduler="rising") == pytest.approx(rising)
     assert rates(optimizer="schedule_free") == rates(optimizer="schedule_free", warmup_steps=2) == [1.0] * 10
 
 
