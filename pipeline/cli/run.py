@@ -166,7 +166,8 @@ def _with_forwarded_signals(
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        process = subprocess.Popen(arguments, env=environment, stdout=sys.__stderr__ if is_json() else None)
+        # With --json, the document alone is on standard output, and the job's summary on standard error.
+        process = subprocess.Popen(arguments, env=environment, stdout=2 if is_json() else None)
         for number in early:
             process.send_signal(number)
         yield process
