@@ -234,6 +234,6 @@ def png(figure: Figure) -> bytes:
     # Not `savefig`, which compresses the picture that is compressed again below.
     canvas, file = FigureCanvasAgg(figure), io.BytesIO()
     canvas.draw()
-    drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    drawn = Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
     drawn.convert("RGB").quantize(64).save(file, "PNG", optimize=True)
     return file.getvalue()
