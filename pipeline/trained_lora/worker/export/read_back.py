@@ -20,22 +20,23 @@ _RELOADED = "reloaded"
 
 
 def loaded_weights(
-    path: Path, pipeline: Any, networks: Networks, norms: RowNorms, *, denoiser_name: str
+    path: Path, pipeline: Any, networks: Networks, norms: RowNorms, *, denoiser_name: str, empty: Any = None
 ) -> LoraWeights:
     """Return the weights of a file as diffusers loads it, into networks without memory for base weights.
 
     The file is in the layout of diffusers or kohya. `norms` are the row norms of the exported adapter, and
-    `denoiser_name` is "unet" or "transformer".
+    `denoiser_name` is "unet" or "transformer". `empty` is the `empty_copy` of the denoiser, which is left as
+    it was; None creates one.
 
     Raises:
         TrainingError: diffusers cannot load the file.
     """
+    denoiser = empty_copy(networks[""]) if empty is None else empty
     skeletons = {
         # transformers' classmethod is private in name, but it is what its auto classes call.
-        prefix: _skeleton(network, "_from_config" if prefix else "from_config")
+        prefix: empty_copy(network, "_from_config") if prefix else denoiser
         for prefix, network in networks.items()
     }
-    denoiser = skeletons[""]
     try:
         # UNet pipelines return (state, alphas, metadata), as FLUX.1 on request; the rest (state, metadata).
         can_have_alphas = "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters
@@ -57,16 +58,19 @@ def loaded_weights(
                 component = prefix.removesuffix(".")
                 pipeline.load_lora_into_text_encoder(state, text_encoder=encoder, prefix=component, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
+        denoiser.unload_lora()
         raise TrainingError(
             f"diffusers cannot load the file: {err}", where=str(path), fix=DEFECT_FIX
         ) from err
 
-    return {
+    weights = {
         f"{prefix}{name}": _module_weights(module, norms.get(f"{prefix}{name}"))
         for prefix, skeleton in skeletons.items()
         for name, module in lora_modules(skeleton)
         if _RELOADED in module.r
     }
+    denoiser.unload_lora()
+    return weights
 
 
 def _module_weights(module: Adapted, norms: tuple[Tensor, Tensor] | None) -> ModuleWeights:
@@ -78,7 +82,7 @@ def _module_weights(module: Adapted, norms: tuple[Tensor, Tensor] | None) -> Mod
     return ModuleWeights(down.flatten(1), up.flatten(1), float(layer.scaling[_RELOADED]), rows)
 
 
-def _skeleton(network: nn.Module, constructor: str) -> Any:
+def empty_copy(network: nn.Module, constructor: str = "from_config") -> Any:
     """Return a network of the same configuration, with expanded views of a single zero as weights."""
     with torch.device("meta"):
         skeleton = getattr(type(network), constructor)(cast("Any", network).config)
