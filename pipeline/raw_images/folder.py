@@ -346,7 +346,7 @@ class _LocalWalker:
                 self.result.problems.append(problem)
 
     def _visit_entries(self, folder: str, entries: Iterable[os.DirEntry[str]], pending: list[str]) -> None:
-        captions = list[str]()
+        captions, suffixes = list[str](), list[str]()
         for entry in entries:
             name = entry.name
             stem, _, suffix = name.rpartition(".")
@@ -360,11 +360,12 @@ class _LocalWalker:
                 self._visit_image(folder + name, entry)
             else:
                 captions.append(folder + name)
+                suffixes.append(suffix)
 
         if captions:
             self.result.captions += captions
             self.result.passed_over["captions"] += len(captions)
-            self.result.suffixes.update(path.rpartition(".")[2] for path in captions)
+            self.result.suffixes.update(suffixes)
 
     def _visit_entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
         name = entry.name

@@ -143,12 +143,16 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
     ]
 
     schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64), "composed": pl.String}
-    columns = [list(map(itemgetter(index), valid)) for index in range(1 + len(STAT))]
-    paths = columns[0]
+    values = [list(map(itemgetter(index), valid)) for index in range(1 + len(STAT))]
+    paths = values[0]
     composed = paths if names.isascii() else [unicodedata.normalize("NFC", path) for path in paths]
-    table = pl.DataFrame([*columns, composed], schema=schema, orient="col").with_columns(
+    table = pl.DataFrame([*values, composed], schema=schema, orient="col").with_columns(
         dataset=pl.lit(dataset), sample_id=pl.lit(f"{dataset}/") + pl.col("composed")
     )
+
+    columns = ("sample_id", "dataset", "path", *STAT)
+    if table["sample_id"].n_unique() == len(table):
+        return table.sort("sample_id").select(columns), problems
 
     # If two names differ only in Unicode form, the composed one wins: its path is the sample id.
     table = table.sort("sample_id", pl.col("path") != pl.col("composed"), "path")
@@ -167,7 +171,7 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
         for path, kept in collisions.rows()
     ]
     images = table.unique("sample_id", keep="first", maintain_order=True)
-    return images.select("sample_id", "dataset", "path", *STAT), problems
+    return images.select(columns), problems
 
 
 def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
