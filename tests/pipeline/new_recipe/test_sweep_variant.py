@@ -13,11 +13,11 @@ from pipeline.new_recipe.chosen_settings import with_settings
 from pipeline.new_recipe.sweep_variant import find_variant, take_over_run
 from pipeline.storage.tables import Tables, frame
 from tests.in_process_worker import InProcessLaunch
-from tests.pipeline.trained_lora.conftest import finished, one_thread, trained
+from tests.pipeline.trained_lora.conftest import finished_once, one_thread, trained
 from tests.pipeline.trained_lora.project import Project
 from tests.pipeline.trained_lora.runs import run, run_folders
 
-__all__ = ["finished", "one_thread", "trained"]
+__all__ = ["finished_once", "one_thread", "trained"]
 
 
 def row(variant: int, run: str, step: int, **overrides: Any) -> dict[str, Any]:

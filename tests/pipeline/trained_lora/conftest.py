@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,25 +41,35 @@ def any_precision() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_bases: dict[str, Path]) -> tuple[Project, Path]:
-    """Train 4 steps with LoRAs of the steps 2 and 4; return the project and a copy of its output folder."""
-    project = project_in(
-        tmp_path_factory.mktemp("finished"),
-        tiny_bases,
-        steps=4,
-        checkpoint_every=2,
-        gradient_accumulation=1,
-        sample_prompts=PROMPTS,
-    )
-    run(project, InProcessLaunch())
-    output = project.recipe.output_dir
-    return project, shutil.copytree(output, output.with_name("pristine"))
+def finished_once(
+    tmp_path_factory: pytest.TempPathFactory, tiny_bases: dict[str, Path]
+) -> Callable[..., Project]:
+    """Return a function that trains a project of some settings once, and returns it as it was after that.
+
+    Tests may change its output folder and add others, but not change its cache.
+    """
+    pristine: dict[str, tuple[Project, Path]] = {}
+
+    def finished(**settings: Any) -> Project:
+        key = repr(sorted(settings.items()))
+        if key not in pristine:
+            project = project_in(tmp_path_factory.mktemp("finished"), tiny_bases, **settings)
+            run(project, InProcessLaunch())
+            output = project.recipe.output_dir
+            pristine[key] = project, shutil.copytree(output, output.with_name("pristine"))
+
+        project, copy = pristine[key]
+        kept = {copy, project.recipe.cache_dir}
+        for folder in copy.parent.iterdir():
+            if folder not in kept:  # the outputs of the last test
+                shutil.rmtree(folder)
+        shutil.copytree(copy, project.recipe.output_dir)
+        return project
+
+    return finished
 
 
 @pytest.fixture
-def trained(finished: tuple[Project, Path]) -> Project:
-    """A project with a finished run of 4 steps; tests may change its output folder, but not its cache."""
-    project, pristine = finished
-    shutil.rmtree(project.recipe.output_dir)
-    shutil.copytree(pristine, project.recipe.output_dir)
-    return project
+def trained(finished_once: Callable[..., Project]) -> Project:
+    """A project with a finished run of 4 steps and LoRAs of the steps 2 and 4, as `finished_once` returns."""
+    return finished_once(steps=4, checkpoint_every=2, gradient_accumulation=1, sample_prompts=PROMPTS)

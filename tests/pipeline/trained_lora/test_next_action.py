@@ -39,13 +39,12 @@ def trained_steps(project: Project, log: list[str] | None = None) -> tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "kind", "first_step", "reason"),
+    ("after", "kind", "first_step", "reason"),
     [
-        pytest.param({}, {}, "finished", 6, "", id="unchanged"),
-        pytest.param({}, {"steps": 8}, "resume", 6, "it has finished with 6 steps", id="longer"),
-        pytest.param({}, {"steps": 4}, "publish", 4, "", id="shorter"),
+        pytest.param({}, "finished", 6, "", id="unchanged"),
+        pytest.param({"steps": 8}, "resume", 6, "it has finished with 6 steps", id="longer"),
+        pytest.param({"steps": 4}, "publish", 4, "", id="shorter"),
         pytest.param(
-            {},
             {"steps": 3},
             "restart",
             0,
@@ -53,22 +52,13 @@ def trained_steps(project: Project, log: list[str] | None = None) -> tuple[int, 
             "see training.keep_checkpoints",
             id="between",
         ),
-        pytest.param({}, {"seed": 8}, "new", 0, "it differs from {run} in plan.seed 7 -> 8", id="seed"),
+        pytest.param({"seed": 8}, "new", 0, "it differs from {run} in plan.seed 7 -> 8", id="seed"),
     ],
 )
 def test_the_next_action_is_what_the_training_does(
-    make_project: Make,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    kind: str,
-    first_step: int,
-    reason: str,
+    finished_once: Make, after: dict[str, Any], kind: str, first_step: int, reason: str
 ) -> None:
-    project = make_project(checkpoint_every=2, **before)
-    assert will_train(project.recipe)
-    first = planned(project)[1]
-    assert (first.kind, first.steps_left, first.reason) == ("new", 6, "it is the first run of this recipe")
-    run(project, InProcessLaunch())
+    project = finished_once(checkpoint_every=2)
     old = run_folders(project)[0].name
 
     changed, log = project.changed("output", **after), list[str]()
@@ -82,9 +72,15 @@ def test_the_next_action_is_what_the_training_does(
         assert line.endswith(f": {action.text().partition(': ')[2]}")
 
 
-def test_a_stopped_run_resumes_at_its_newest_checkpoint_and_restarts_without_one(make_project: Make) -> None:
-    project = make_project(checkpoint_every=2)
-    run(project, InProcessLaunch())
+def test_the_next_action_of_a_recipe_without_a_run_is_its_first_run(make_project: Make) -> None:
+    project = make_project()
+    assert will_train(project.recipe)
+    first = planned(project)[1]
+    assert (first.kind, first.steps_left, first.reason) == ("new", 6, "it is the first run of this recipe")
+
+
+def test_a_stopped_run_resumes_at_its_newest_checkpoint_and_restarts_without_one(finished_once: Make) -> None:
+    project = finished_once(checkpoint_every=2)
     layout = RunLayout(run_folders(project)[0])
     layout.finished.unlink()
     assert will_train(project.recipe)
@@ -104,9 +100,8 @@ def test_a_stopped_run_resumes_at_its_newest_checkpoint_and_restarts_without_one
     assert trained_steps(project) == (6, 0)
 
 
-def test_a_damaged_lora_is_exported_again_without_a_step(make_project: Make) -> None:
-    project = make_project()
-    run(project, InProcessLaunch())
+def test_a_damaged_lora_is_exported_again_without_a_step(finished_once: Make) -> None:
+    project = finished_once(checkpoint_every=2)
     (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
     action = planned(project)[1]
     assert (action.kind, action.steps_left) == ("resume", 0)
@@ -114,9 +109,8 @@ def test_a_damaged_lora_is_exported_again_without_a_step(make_project: Make) -> 
     assert trained_steps(project) == (0, 6)
 
 
-def test_files_at_an_address_decide_like_local_ones(make_project: Make) -> None:
-    project = make_project(checkpoint_every=2)
-    run(project, InProcessLaunch())
+def test_files_at_an_address_decide_like_local_ones(finished_once: Make) -> None:
+    project = finished_once(checkpoint_every=2)
     layout = RunLayout(run_folders(project)[0])
     names = [path.relative_to(project.recipe.output_dir).as_posix() for path in layout.folder.rglob("*")]
     # Only the records are on this machine.

@@ -47,7 +47,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
         configs.mkdir(exist_ok=True)
         text = f"""\
 datasets: [{{name: photos, path: {tmp_path}/photos}}]
-cache_dir: {tmp_path}/cache
+cache_dir: {recipe.cache_dir}
 output_dir: {recipe.output_dir}
 model: {{base: {recipe.model.base}}}
 buckets: {{resolution: 64, step: 16}}
@@ -134,10 +134,9 @@ def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
 
 
 def test_the_step_that_the_evaluation_chose_is_exported_with_its_reason(
-    make_project: Callable[..., Project], export: Callable[..., Result]
+    finished_once: Callable[..., Project], export: Callable[..., Result]
 ) -> None:
-    project = make_project(checkpoint_every=2)
-    run(project, InProcessLaunch())
+    project = finished_once(checkpoint_every=2)
     output_dir, name = project.recipe.output_dir, run_folders(project)[0].name
     before, fix = published(project), f"evaluate the run: latentline evaluate demo --run {name}"
 
@@ -287,10 +286,9 @@ def test_the_fix_of_a_damaged_lora_of_the_only_step_works(
 
 
 def test_the_fix_of_damaged_files_of_a_run_works_for_the_export(
-    make_project: Callable[..., Project], export: Callable[..., Result]
+    finished_once: Callable[..., Project], export: Callable[..., Result]
 ) -> None:
-    project = make_project(checkpoint_every=2)
-    run(project, InProcessLaunch())
+    project = finished_once(checkpoint_every=2)
     names = ("order.json", "inputs.parquet", "samples.parquet")
     sound = {file: file.read_bytes() for file in (run_folders(project)[0] / name for name in names)}
     for file, data in sound.items():
