@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from pipeline.cache.store import Store
+from pipeline.errors import LaunchError
+from pipeline.processes.launch import Meanwhile
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
@@ -36,6 +39,19 @@ FILES = [
 def run(project: Project, launch: InProcessLaunch, log: list[str] | None = None) -> StageResult:
     append_line = (log if log is not None else []).append
     return train_lora(project.recipe, project.latents, project.text, launch=launch, log=append_line)
+
+
+class _NoLaunch(InProcessLaunch):
+    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
+        raise LaunchError("not started", where=module, fix="start it")
+
+
+def begin(project: Project) -> list[str]:
+    """Run the training up to the launch of its process, which fails; return the lines of its log."""
+    log: list[str] = []
+    with pytest.raises(LaunchError, match="not started"):
+        run(project, _NoLaunch(), log)
+    return log
 
 
 def run_folders(project: Project) -> list[Path]:

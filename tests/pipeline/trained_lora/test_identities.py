@@ -22,7 +22,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics, run_folder
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.trained_lora.project import Project, put, unchecked, write_tables
-from tests.pipeline.trained_lora.runs import run, run_folders
+from tests.pipeline.trained_lora.runs import begin, run, run_folders
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
 
@@ -216,7 +216,7 @@ def test_R17_names_decide_no_bit_of_the_weights(make_project: Make, name: str) -
 
 
 def test_R17_a_run_that_was_stopped_resumes_under_other_names(make_project: Make) -> None:
-    project = make_project(checkpoint_every=1)
+    project = make_project()
     with pytest.raises(LaunchError):
         run(project, InProcessLaunch(stop_after=3))
     resumed = run(renamed(project, images=new_name), InProcessLaunch())
@@ -278,15 +278,10 @@ def test_R17_a_run_of_0_3_0_is_trained_to_its_end_and_then_not_repeated(make_pro
 def test_R17_the_reason_of_a_new_run_after_a_run_of_0_3_0_names_no_false_change(make_project: Make) -> None:
     project = make_project()
     former = with_former_run(project)
-    run(project, InProcessLaunch())
-    log: list[str] = []
-    run(project.changed("output", learning_rate=1e-3), InProcessLaunch(), log)
+    begin(project)
+    log = begin(project.changed("output", learning_rate=1e-3))
     lora = project.recipe.training.lora
-    run(
-        project.changed("output", lora=lora.model_copy(update={"rank": 8})),
-        InProcessLaunch(),
-        log,
-    )
+    log += begin(project.changed("output", lora=lora.model_copy(update={"rank": 8})))
     reasons = [line.partition("; ")[2] for line in log if " is new; " in line]
     assert reasons[0] == f"it differs from {former} in optimizer.learning_rate 0.01 -> 0.001"
     assert "lora.rank 4 -> 8" in reasons[1]
@@ -295,16 +290,14 @@ def test_R17_the_reason_of_a_new_run_after_a_run_of_0_3_0_names_no_false_change(
 
 def test_R17_the_reason_of_a_new_run_contains_no_other_names(make_project: Make) -> None:
     project = make_project(datasets=MOVES["weight"])
-    run(project, InProcessLaunch())
+    begin(project)
     other = renamed(project, images=new_name, datasets={"holiday": "urlaub"})
     datasets = tuple(
         each.model_copy(update={"weight": 4.0}) if each.name == "urlaub" else each
         for each in other.recipe.datasets
     )
     other = Project(other.recipe.model_copy(update={"datasets": datasets}), other.latents, other.text)
-    log: list[str] = []
-    run(other, InProcessLaunch(), log)
-    reasons = [line.partition("; ")[2] for line in log if " is new; " in line]
+    reasons = [line.partition("; ")[2] for line in begin(other) if " is new; " in line]
     assert len(reasons) == 1
     assert reasons[0].endswith("in plan.weights.urlaub 2.0 -> 4.0")
 
