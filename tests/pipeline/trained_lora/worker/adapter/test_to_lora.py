@@ -61,6 +61,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
 }
 
+CONTAINED = ("attention", "rslora", "loha", "olora", "dora")
+"""Kinds of which another one has all settings, and more."""
+
 
 class Loose:
     """A denoiser with large adapter weights."""
@@ -141,7 +144,9 @@ def plain(project: Project) -> torch.Tensor:
     return output(UNet2DConditionModel.from_pretrained(Path(project.recipe.model.base) / "unet").eval())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in CONTAINED)) for kind in KINDS]
+)
 def test_R06_the_base_model_with_any_file_equals_the_trained_model(
     project: Project, plain: torch.Tensor, tmp_path: Path, kind: str
 ) -> None:
