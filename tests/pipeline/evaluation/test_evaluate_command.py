@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,22 @@ RESULTS = (
     "reports/evaluation/grid.jpg",
 )
 """Files in the output folder that an evaluation writes."""
+
+
+@pytest.fixture(scope="module")
+def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the pictures and features of the first evaluation, which later ones do not draw again."""
+    return tmp_path_factory.mktemp("entries")
+
+
+@pytest.fixture
+def evaluated(command: Command, entries: Path) -> Command:
+    """The commands of a project that has been evaluated."""
+    shutil.copytree(entries, command.cache, dirs_exist_ok=True)
+    command.evaluate()
+    for kind in ("pictures", "features"):
+        shutil.copytree(command.cache / kind, entries / kind, dirs_exist_ok=True)
+    return command
 
 
 def change_lora(command: Command, step: int) -> None:
@@ -92,91 +109,87 @@ def test_one_step_is_drawn_alone_if_only_that_step_is_new_or_has_changed(command
 
 
 @pytest.mark.parametrize("kind", ["pictures", "features"])
-def test_damaged_entries_are_computed_again_and_give_the_same_result(command: Command, kind: str) -> None:
-    command.evaluate()
-    result = command.result()
-    entries = sorted((command.cache / kind).rglob("*.safetensors"))
+def test_damaged_entries_are_computed_again_and_give_the_same_result(evaluated: Command, kind: str) -> None:
+    result = evaluated.result()
+    entries = sorted((evaluated.cache / kind).rglob("*.safetensors"))
     sound = [entry.read_bytes() for entry in entries]
     damages = [*DAMAGES.values(), Path.unlink, lambda path: path.write_bytes(sound[-1])]
     for entry, damage in zip(entries, damages, strict=False):
         damage(entry)
     assert len(entries) >= len(damages)
 
-    command.evaluate()
+    evaluated.evaluate()
     assert [entry.read_bytes() for entry in entries] == sound
-    assert command.result() == result
-    assert command.report()[f"{kind}_encoded"] >= len(damages) - 1
+    assert evaluated.result() == result
+    assert evaluated.report()[f"{kind}_encoded"] >= len(damages) - 1
 
 
 @pytest.mark.parametrize("way", [*DAMAGES, "unlink"])
-def test_damaged_results_are_written_again_without_drawing(command: Command, way: str) -> None:
-    command.evaluate()
-    sound, result = files(command.output), command.result()
+def test_damaged_results_are_written_again_without_drawing(evaluated: Command, way: str) -> None:
+    sound, result = files(evaluated.output), evaluated.result()
     for name in RESULTS:
-        {**DAMAGES, "unlink": Path.unlink}[way](command.output / name)
-    command.evaluate()
-    assert command.modules == []
-    assert command.result() == result
-    after = files(command.output)
+        {**DAMAGES, "unlink": Path.unlink}[way](evaluated.output / name)
+    evaluated.evaluate()
+    assert evaluated.modules == []
+    assert evaluated.result() == result
+    after = files(evaluated.output)
     assert {name for name in {*sound, *after} if after.get(name) != sound.get(name)} == {
         "reports/evaluation.json"  # pictures are reused, not drawn
     }
 
 
 @pytest.mark.parametrize("kind", ["pictures", "features"])
-def test_the_fix_of_an_entry_that_rotted_without_a_trace_works(command: Command, kind: str) -> None:
+def test_the_fix_of_an_entry_that_rotted_without_a_trace_works(evaluated: Command, kind: str) -> None:
     """Bit rot changes no stat, so an entry is trusted until it is read."""
-    command.evaluate()
-    result, known = command.result(), pl.read_parquet(command.output / FILE)
+    result, known = evaluated.result(), pl.read_parquet(evaluated.output / FILE)
     # The grid shows the pictures of the last step.
-    key = pl.read_parquet(command.output / "tables/evaluation.parquet").filter(step=4)["picture"][0]
+    key = pl.read_parquet(evaluated.output / "tables/evaluation.parquet").filter(step=4)["picture"][0]
     keys = known.filter(kind=kind)["key"] if kind == "features" else [key]
-    (entry,) = (command.cache / kind).rglob(f"{keys[0]}.safetensors")
+    (entry,) = (evaluated.cache / kind).rglob(f"{keys[0]}.safetensors")
     DAMAGES["flip"](entry)
     stat = entry.stat()
     values = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     known.with_columns(
         pl.when(pl.col("key") == entry.stem).then(pl.lit(value)).otherwise(name).alias(name)
         for name, value in zip(STAT_COLUMNS, values, strict=True)
-    ).write_parquet(command.output / FILE)
+    ).write_parquet(evaluated.output / FILE)
 
-    refused = command("evaluate").exception
+    refused = evaluated("evaluate").exception
     assert isinstance(refused, LatentlineError)
     assert str(entry) in refused.where
     assert "latentline verify <recipe> --repair" in refused.fix
-    recipe = command.recipe()
+    recipe = evaluated.recipe()
     tables = Tables(recipe.output_dir)
     # Without the latents, which the project's training did not need.
     needed = [each for each in verify.needed_entries(recipe, tables) if each.spec.kind in (kind, "text")]
     (bad,) = verify.verify(recipe, needed, log=discard)
     verify.repair(recipe, tables, [bad], log=discard)
-    command.evaluate()
-    assert command.result() == result
+    evaluated.evaluate()
+    assert evaluated.result() == result
 
 
 def test_a_prompt_set_has_results_of_its_own_and_leaves_the_evaluation_as_it_is(
-    command: Command, tmp_path: Path
+    evaluated: Command, tmp_path: Path
 ) -> None:
-    command.evaluate()
-    before = files(command.output)
+    before = files(evaluated.output)
     prompts = [{"prompt": "a green cat", "role": "concept", "steps": 2}, PROMPTS[1]]
     file = tmp_path / "cats.yaml"
     file.write_text(json.dumps({"prompts": prompts}), encoding="utf-8")
-    shown = command.evaluate("--prompt-set", str(file))
-    folder = command.output / "reports" / "prompt_sets" / "cats"
+    shown = evaluated.evaluate("--prompt-set", str(file))
+    folder = evaluated.output / "reports" / "prompt_sets" / "cats"
     assert f"pictures and report: {folder}" in shown.stdout
     names = {"curves.png", "evaluation.json", "evaluation.parquet", "grid.jpg"}
     assert files(folder).keys() == names
     report = json.loads((folder / "evaluation.json").read_text())
     assert report["pictures_encoded"] == 3, "the base model and two steps draw one prompt that is new"
     assert set(pl.read_parquet(folder / "evaluation.parquet")["prompt"]) == {"a green cat", "a blue rocket"}
-    after = files(command.output)
+    after = files(evaluated.output)
     assert {name for name in before if after[name] != before[name]} == {FILE}
 
-    command.evaluate("--prompt-set", str(file))
-    assert command.modules == []
-    command.evaluate()
-    assert command.modules == []
+    evaluated.evaluate("--prompt-set", str(file))
+    assert evaluated.modules == []
+    evaluated.evaluate()
+    assert evaluated.modules == []
 
 
 @pytest.mark.parametrize(
