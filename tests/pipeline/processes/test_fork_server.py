@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.encoding.fill import WORKERS
 from pipeline.processes.fork_server import StartedProcess, fork_server, start_process
-from pipeline.processes.launch import launch_command, launch_environment
+from pipeline.processes.launch import TRAINING_MODULE, launch_command, launch_environment
 from pipeline.recipe import AccelerateSettings
 from tests.waiting import until
 
@@ -46,6 +47,7 @@ if __name__ == "__main__":
     print("an error", file=sys.stderr, flush=True)
     names = (ERROR_FILE_VARIABLE, "OF_THE_JOB")
     result = {name: os.environ.get(name) for name in names}
+    result["has_imported_torch"] = "torch" in sys.modules
     result |= {"server": os.getppid(), "pid": os.getpid(), "session": os.getsid(0), "arguments": sys.argv[1:]}
     Path(sys.argv[1]).write_text(json.dumps(result))
     time.sleep(float(os.environ.get("SLEEP_S", "0")))
@@ -53,11 +55,26 @@ if __name__ == "__main__":
 """
 
 
+TORCH = """
+import os
+counted_by = os.getpid()
+
+class cuda:
+    def device_count():
+        return {gpus}
+    def init():
+        if {initialised} and os.getpid() != counted_by:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+"""
+"""A stand-in for torch, which takes seconds to import, with GPUs and with CUDA in the server or not."""
+
+
 @pytest.fixture(autouse=True)
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / MODULE).mkdir()
     (tmp_path / MODULE / "__init__.py").touch()
     (tmp_path / MODULE / "__main__.py").write_text(ENTRY, encoding="utf-8")
+    (tmp_path / "torch.py").write_text(TORCH.format(gpus=0, initialised=False), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
 
 
@@ -155,6 +172,46 @@ def test_a_job_ends_with_its_server_and_has_the_status_of_its_server(tmp_path: P
         os.kill(server_pid(tmp_path), signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         until(lambda: not is_running(process.pid), seconds=20)
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_a_process_is_forked_with_a_gpu_unless_the_server_has_initialised_cuda(
+    tmp_path: Path, initialised: bool
+) -> None:
+    (tmp_path / "torch.py").write_text(TORCH.format(gpus=1, initialised=initialised), encoding="utf-8")
+    with fork_server([MODULE], SETTINGS):
+        result = result_of(tmp_path / "job")
+        assert result["server"] == server_pid(tmp_path)
+    assert result["has_imported_torch"] == (not initialised), "Python has started again in the same process"
+
+
+USES_OF_CUDA = """
+import sys, torch, traceback
+uses = []
+
+def record(*arguments):
+    uses.append("".join(traceback.format_stack(limit=6)))
+    return 0
+
+# CUDA's driver is initialised by both, and by nothing else in torch.cuda. NVML counts GPUs without it.
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = record
+torch.cuda._is_compiled = lambda: True
+torch.cuda.device_count = lambda: 1
+for module in sys.argv[1:]:
+    __import__(f"{module}.__main__", fromlist=["*"]).import_libraries()
+print("\n".join(uses))
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_the_imports_of_the_server_initialise_no_cuda_on_a_machine_with_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # with the real torch
+    modules = [WORKERS["latents"], WORKERS["text"], TRAINING_MODULE]
+    command = [sys.executable, "-c", USES_OF_CUDA, *modules]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stdout.strip()) == (0, ""), completed.stdout + completed.stderr
 
 
 def test_server_and_job_end_when_their_run_is_killed(tmp_path: Path) -> None:
