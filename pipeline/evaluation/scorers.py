@@ -17,19 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import EvaluationError, ModelError
-from pipeline.log import Log
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
 from pipeline.models.fingerprints import Fingerprints, ModelPart
-from pipeline.models.hub import (
-    component_files,
-    download_files,
-    explain_download_errors,
-    is_hub_id,
-    require_access,
-    require_revision,
-    suggest_folder,
-)
-from pipeline.recipe import in_project, project_root
+from pipeline.models.transformers_folder import resolve_folder
+from pipeline.recipe import project_root
 from pipeline.recipe.evaluation import SCORERS, ScorerSettings
 from pipeline.recipe.untrusted import is_untrusted
 from pipeline.versions import FEATURES_VERSION
@@ -147,13 +138,14 @@ def _resolve_import(settings: ScorerSettings) -> ResolvedScorer:
 def _resolve_weights(entries: RecipeEntries, settings: ScorerSettings) -> ResolvedScorer:
     name, where = settings.name, f"{entries.recipe.source}, evaluation.scorers"
     weights = settings.weights or SCORERS[name]
-    folder = in_project(weights)
-    if not folder.is_dir():
-        folder = _snapshot(name, weights, settings.revision, where, entries.log)
-    elif settings.revision is not None:
-        what = f"revision {settings.revision} requires a Hub repository, but {weights} is a local folder"
-        raise ModelError(what, where=where, fix="remove revision")
-
+    folder = resolve_folder(
+        weights,
+        settings.revision,
+        lambda folder: _part(name, folder),
+        key="weights",
+        where=where,
+        log=entries.log,
+    )
     part = _part(name, folder)
     fingerprint = Fingerprints(entries.machine_state_dir, log=entries.log).of([part])
     return ResolvedScorer(name, str(folder), f"{FEATURES_VERSION} {fingerprint}", READS_TEXTS[name])
@@ -176,34 +168,3 @@ def _part(name: str, folder: Path) -> ModelPart:
         configs += tokenizer_configs
         contents += vocabularies
     return ModelPart(name, tuple(configs), tuple(contents))
-
-
-def _snapshot(name: str, weights: str, revision: str | None, where: str, log: Log) -> Path:
-    """Return the snapshot of a Hub id; a complete one on this machine is used without a request."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    if not is_hub_id(weights):
-        similar = suggest_folder(weights)
-        fix = "set weights to an existing folder, relative to the project root, or to a Hub id (owner/name)"
-        raise ModelError(
-            f"the weights {weights} of the scorer {name} do not exist",
-            where=f"{where}, expected at {in_project(weights)}",
-            fix=fix if similar is None else f"did you mean {similar}?",
-        )
-    require_revision(revision, where)
-    config = try_to_load_from_cache(weights, "config.json", revision=revision)
-    if isinstance(config, str) and _is_complete(name, Path(config).parent):
-        return Path(config).parent
-
-    with explain_download_errors(weights, where):
-        require_access(weights, revision)
-        files = HfApi().list_repo_files(weights, revision=revision)
-        return download_files(weights, revision, component_files(files, ""), log=log)
-
-
-def _is_complete(name: str, folder: Path) -> bool:
-    try:
-        _part(name, folder)
-    except ModelError:
-        return False
-    return True

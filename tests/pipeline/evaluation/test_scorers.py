@@ -54,7 +54,7 @@ def test_incomplete_and_pickled_weights_are_errors(
     (tmp_path / "clip" / "model.safetensors").rename(tmp_path / "clip" / "pytorch_model.bin")
     with pytest.raises(ModelError, match="got a pickle"):
         resolve("clip", tmp_path / "clip")
-    with pytest.raises(ModelError, match="do not exist"):
+    with pytest.raises(ModelError, match="which does not exist"):
         resolve("clip", tmp_path / "no/such/folder")
     with pytest.raises(ModelError, match="is a local folder"):
         resolve("clip", tmp_path / "clip", revision="main")
