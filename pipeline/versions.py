@@ -23,6 +23,9 @@ PICTURES_VERSION = 1
 FEATURES_VERSION = 1
 """Version of the code between a picture and a scorer of Latentline, part of the key of its features."""
 
+CAPTIONER_VERSION = 1
+"""Version of the code between an image and a captioning model, part of the key of every caption."""
+
 DIAGNOSIS_VERSION = 1
 """Version of the code that measures captions with the base model, part of the key of their losses."""
 

@@ -23,7 +23,9 @@ import safetensors
 
 from pipeline.errors import StoreError
 
-Kind = Literal["latents", "text", "masks", "pictures", "features", "diagnoses", "influences"]
+Kind = Literal[
+    "latents", "text", "masks", "pictures", "features", "diagnoses", "influences", "captions"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
@@ -53,6 +55,9 @@ LOSSES = "losses"
 
 INFLUENCE = "influence"
 """Name of the float32 (1,) tensor in an entry with the product of an image's and the holdout's gradient."""
+
+CAPTION = "caption"
+"""Name of the uint8 tensor in the entry of a model's caption: its UTF-8 bytes and a final newline."""
 
 TEXT = "text_embedding"
 """Name of the (T, D) tensor in a caption's entry."""

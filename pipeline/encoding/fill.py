@@ -48,6 +48,9 @@ EVALUATION_MODULE = "pipeline.evaluation.worker"
 DIAGNOSIS_MODULE = "pipeline.diagnosis.worker"
 """Entry module that measures losses and gradients with the base model."""
 
+CAPTIONS_MODULE = "pipeline.captions.worker"
+"""Entry module that captions images."""
+
 WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
@@ -57,8 +60,12 @@ WORKERS: dict[Kind, str] = {
     "features": EVALUATION_MODULE,
     "diagnoses": DIAGNOSIS_MODULE,
     "influences": DIAGNOSIS_MODULE,
+    "captions": CAPTIONS_MODULE,
 }
 """Module that encodes each kind."""
+
+GIVEN_SIZE = ("given_height", "given_width")
+"""Columns of the size in which a captioning model gets an image."""
 
 _MAX_NAMED = 10
 
@@ -68,6 +75,7 @@ _ENTRY_NAMES: dict[Kind, tuple[str, str]] = {
     "features": ("feature entry", "feature entries"),
     "diagnoses": ("measured caption", "measured captions"),
     "influences": ("gradient", "gradients"),
+    "captions": ("caption", "captions"),
 }
 """Names of entries in the log, one and several, of kinds that are not called an entry."""
 
@@ -87,6 +95,7 @@ class EntryRequests:
         facts: Further columns of the result: each returns its value from the state of an entry that was read.
         pictures: Latents to decode for the report if processes are launched anyway.
         seal_packs: Whether to copy new entries into packs.
+        model_folder: Folder of the model that encodes; None for the base model and its components.
     """
 
     kind: Kind
@@ -97,6 +106,7 @@ class EntryRequests:
     facts: Mapping[str, Callable[[EntryState], int | None]]
     pictures: PictureJobs | None = None
     seal_packs: bool = False
+    model_folder: Path | None = None
 
 
 @dataclass
@@ -166,12 +176,13 @@ def fill(
 def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
     """Sort jobs: probes first, then by falling cost, with jobs of one shape next to each other.
 
-    The rows have `cost`, `name`, `key`, and the `LATENT_SHAPE` if shapes differ. Their order does not matter.
+    The rows have `cost`, `name`, `key`, and the `LATENT_SHAPE` or `GIVEN_SIZE` if shapes differ. Their order
+    does not matter.
     The probes are the costliest job, the cheapest and the first by name, as far as these differ.
     """
     if rows.is_empty():
         return rows
-    shape = [name for name in LATENT_SHAPE if name in rows.columns]
+    shape = [name for name in (*LATENT_SHAPE, *GIVEN_SIZE) if name in rows.columns]
     descending = [True, *(False for _ in shape), False]
 
     # With falling costs, the greedy `share` gives all ranks about the same cost.
@@ -261,14 +272,14 @@ class _Fill:
 
     def _encode(self, find_missing: Callable[[], pl.DataFrame]) -> tuple[pl.DataFrame, Results]:
         """Launch processes, and call `find_missing` for their jobs while they start."""
-        kind = self._requests.kind
+        kind, own_model = self._requests.kind, self._requests.model_folder
         encoding = Encoding(
             kind=kind,
-            model_folder=self._entries.model_folder,
+            model_folder=own_model or self._entries.model_folder,
             store_root=self._store.address,
             settings=self._requests.settings,
             jobs=[],
-            component_folders=self._entries.component_folders,
+            component_folders={} if own_model else self._entries.component_folders,
             pictures=self._requests.pictures,
             model=_encoding_model(self._entries, kind),
             seal_packs=self._requests.seal_packs,

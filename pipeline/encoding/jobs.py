@@ -32,6 +32,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "features": "features computed",
     "diagnoses": "captions measured",
     "influences": "gradients computed",
+    "captions": "captions written",
 }
 """Description of the jobs of each kind for progress."""
 

@@ -30,12 +30,15 @@ EXPORTED_STEP = "runs/exported_step.json"
 
 _BEFORE = {
     "raw_images": (),
-    "validated_dataset": ("raw_images",),
+    "validated_dataset": ("raw_images", "captions"),
+    "captions": ("raw_images",),
     "aspect_buckets": ("raw_images", "validated_dataset"),
     "vae_latents": ("raw_images", "validated_dataset", "aspect_buckets"),
     "text_embeddings": ("raw_images", "validated_dataset"),
     "diagnosis": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
-    "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
+    "trained_lora": (
+        *("raw_images", "captions", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
+    ),
     "evaluation": ("trained_lora",),
     "sweep": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
 }
@@ -45,6 +48,7 @@ _EVALUATION_ENTRIES = "tables/evaluation_entries.parquet"
 """What the last evaluation has read of the cache."""
 
 _MORE_TABLES = {
+    "validated_dataset": ("captions",),
     "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets"),
     "evaluation": ("vae_latents",),
     "sweep": ("raw_images", "validated_dataset", "aspect_buckets"),
@@ -114,7 +118,7 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
     tables = (*_MORE_TABLES.get(asset, ()), asset)
     reports = (*_BEFORE[asset], asset)
     index = (_SCAN_INDEX,) if asset in _SCANNING else ()
-    if asset == "validated_dataset":
+    if asset in ("captions", "validated_dataset"):
         outputs.fetch(_EDITED_CAPTIONS)
     if asset == "evaluation" and not checks_only:
         # The stage itself fetches the LoRA files of its steps.

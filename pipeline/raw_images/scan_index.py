@@ -155,8 +155,8 @@ def _read(tables: Tables, name: str, schema: Mapping[str, Any]) -> pl.DataFrame:
 
 def caption_rule(settings: DatasetSettings) -> str | None:
     """Return a hash of the settings that decide a caption together with its file; None for a manifest's."""
-    # Captions of a manifest are read on every run.
-    if settings.captions.from_ == "column":
+    # Captions of a manifest, and of a model from its table, are read on every run.
+    if settings.captions.from_ in ("column", "model"):
         return None
     links = "any links" if settings.follow_links else "links inside"
     # Captions that were read before these keys existed stay valid.

@@ -84,7 +84,7 @@ def walk_dataset(
     Raises:
         DatasetError: The dataset cannot be listed.
     """
-    caption_suffixes = settings.captions.suffixes if settings.captions.from_ == "sidecar" else ()
+    caption_suffixes = settings.captions.suffixes if settings.captions.reads_files else ()
     source = source_of(settings, max_file_bytes=max_file_bytes)
     walk = WalkResult()
     with progress(lambda: len(walk.images), None, f"images found in {settings.name}", log=log):

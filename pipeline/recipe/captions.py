@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -23,6 +24,9 @@ JSON_SUFFIX = ".json"
 
 FILENAME = "filename"
 """Value of `captions.fallback` that makes the file name the caption."""
+
+DEFAULT_PROMPT = "Describe this image in one or two sentences."
+"""Default of `captions.prompt`."""
 
 # Each order is a cache entry.
 MAX_VARIANTS = 64
@@ -86,22 +90,78 @@ class ReplaceSettings(Settings):
     ignore_case: bool = Field(default=False, description="Whether a and A are the same.")
 
 
+_OF_FILES = ("suffix", "json_key", "encoding", "fallback_encoding")
+_OF_MODELS = ("model", "revision", "prompt", "when", "max_tokens", "resolution", "dtype")
+
+
+def _model_key(default: Any, **options: Any) -> Any:
+    """Return a field that only `from: model` uses, and that dumps omit while it has its default."""
+    # Code versions and caption rules are hashes of dumps, and those of other recipes must not change.
+    return Field(default=default, exclude_if=partial(_is, default), **options)
+
+
+def _is(default: Any, value: Any) -> bool:
+    return value == default
+
+
 class CaptionSettings(Settings):
     """Source and processing of a dataset's captions."""
 
     requirements = (
         ("text", "from_", "fixed"),
         ("columns", "from_", "column"),
-        *((key, "from_", "sidecar") for key in ("suffix", "json_key", "encoding", "fallback_encoding")),
+        *((key, "from_", "sidecar", "model") for key in _OF_FILES),
+        *((key, "from_", "model") for key in _OF_MODELS),
         ("fallback", "from_", "sidecar", "column"),
     )
 
-    from_: Literal["sidecar", "filename", "fixed", "column"] = Field(
+    from_: Literal["sidecar", "filename", "fixed", "column", "model"] = Field(
         default="sidecar",
         alias="from",
         description="sidecar: a text file next to each image, with the image's name and `suffix`. filename: "
         "the image's file name without its suffix. fixed: `text` for every image. column: `columns` of the "
-        "manifest.",
+        "manifest. model: written by the vision-language model `model`, see docs/captions.md.",
+    )
+    model: str | None = _model_key(
+        None,
+        min_length=1,
+        description="Vision-language model that writes the captions with `from: model`: a Hub id "
+        "(owner/name), or a folder relative to the project root, of a model that transformers' "
+        "`AutoModelForImageTextToText` loads.",
+        examples=["HuggingFaceTB/SmolVLM-500M-Instruct"],
+    )
+    revision: str | None = _model_key(
+        None,
+        min_length=1,
+        description="Branch, tag or commit of the Hub id in `model`; null means the main branch.",
+    )
+    prompt: str = _model_key(
+        DEFAULT_PROMPT,
+        description="What the model is asked about each image. It may be empty for models that caption "
+        "without a prompt.",
+    )
+    when: Literal["missing", "always"] = _model_key(
+        "missing",
+        description="missing: the model captions images without a caption file (`suffix`), or with an empty "
+        "one. always: it captions all images, and caption files are not read.",
+    )
+    max_tokens: int = _model_key(
+        200,
+        ge=1,
+        le=4096,
+        description="Maximum number of tokens of a caption. The check captions_complete names captions that "
+        "were cut off.",
+    )
+    resolution: int = _model_key(
+        1024,
+        ge=16,
+        le=8192,
+        description="Images with more pixels than its square are scaled down before the model sees them.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model_key(
+        "auto",
+        description="Dtype in which the model runs. auto: the dtype that its configuration states, otherwise "
+        "float32.",
     )
     suffix: Suffixes = Field(
         default=".txt",
@@ -198,8 +258,23 @@ class CaptionSettings(Settings):
         """Suffixes of sidecar files, in the order in which they are tried."""
         return (self.suffix,) if isinstance(self.suffix, str) else self.suffix
 
+    @property
+    def reads_files(self) -> bool:
+        """Whether an image may have a caption file."""
+        return self.from_ == "sidecar" or (self.from_ == "model" and self.when == "missing")
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
+        if self.from_ == "model" and self.model is None:
+            what, fix = "captions.model is required with from: model", "set model to a Hub id or a folder"
+            yield Violation("model", what, fix, involves=("model", "from"))
+        if self.revision is not None and self.model is None:
+            what, fix = "captions.revision requires captions.model", "set model, or remove revision"
+            yield Violation("revision", what, fix, involves=("model", "revision"))
+        for key in _OF_FILES:
+            if self.from_ == "model" and not self.reads_files and getattr(self, key) != _default(key):
+                what = f"{key} requires when: missing, got when: {self.when}, which reads no caption files"
+                yield Violation(key, what, f"set when: missing, or remove {key}", involves=(key, "when"))
         if self.from_ == "fixed" and self.text is None:
             what = "captions.text is required with from: fixed"
             yield Violation("text", what, "set text to the caption", involves=("text", "from"))
@@ -218,7 +293,11 @@ class CaptionSettings(Settings):
                     fix = f"set shuffle.{key}, and remove drop_tags.{key}"
                     yield Violation(f"drop_tags.{key}", what, fix, involves=("drop_tags", "shuffle"))
         has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
-        if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
+        if self.reads_files and self.json_key != JSON_KEY and not has_json:
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
             fix = "set suffix: .json, or remove json_key"
             yield Violation("json_key", what, fix, involves=("json_key", "suffix", "from"))
+
+
+def _default(key: str) -> Any:
+    return CaptionSettings.model_fields[key].default

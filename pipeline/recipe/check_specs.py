@@ -422,6 +422,23 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
 """Checks of each asset that read its table, in order; see `specs_of` for all checks."""
 
 OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
+    "captions": (
+        _gate(
+            "captions_readable",
+            "The model wrote a readable caption for each image that it got.",
+            "Change captions.prompt, or write captions for the listed images.",
+        ),
+        _warning(
+            "captions_complete",
+            "Captions of the model that captions.max_tokens cut off.",
+            "Raise captions.max_tokens, or ask for shorter captions in captions.prompt.",
+        ),
+        _warning(
+            "captions_looping",
+            "Captions of the model that repeat a passage at least 4 times.",
+            "Change captions.prompt, lower captions.max_tokens, or use another model.",
+        ),
+    ),
     "diagnosis": (
         _warning(
             "captions_match_images",

@@ -353,6 +353,11 @@ class RecipeFile(Settings):
         return {name: common if dropout is None else dropout for name, dropout in own.items()}
 
     @property
+    def has_model_captions(self) -> bool:
+        """Whether a model captions images of a dataset."""
+        return any(each.captions.from_ == "model" for each in self.datasets)
+
+    @property
     def optional_assets(self) -> tuple[str, ...]:
         """Assets that the recipe has in addition to those of every recipe."""
         present = {

@@ -12,6 +12,7 @@ ASSET_SECTIONS = {
     "vae_latents": "latents",
     "text_embeddings": "text",
     "trained_lora": "training",
+    "captions": "datasets",
     "diagnosis": "diagnosis",
     "evaluation": "evaluation",
     "sweep": "sweep",

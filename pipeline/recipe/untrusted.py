@@ -52,6 +52,7 @@ KEYS = {
         "model.components",
         "model.training_adapter",
         "evaluation.scorers.weights",
+        "datasets.captions.model",
     ],
     "reads and writes a path": ["cache_dir", "output_dir"],
     "leaves the project": [
@@ -77,7 +78,7 @@ KEYS = {
         *_keys(
             "datasets.captions",
             "from suffix fallback json_key text columns lines encoding fallback_encoding "
-            "trigger placeholder class_words prefix postfix",
+            "trigger placeholder class_words prefix postfix revision prompt when max_tokens resolution dtype",
         ),
         *_keys(
             "datasets.captions.replace",

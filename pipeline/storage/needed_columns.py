@@ -25,6 +25,7 @@ STAGE_INPUTS: Mapping[str, Sequence[str]] = {
 
 ALL_INPUTS: Mapping[str, Sequence[str]] = {
     **STAGE_INPUTS,
+    "captions": ("raw_images",),
     "diagnosis": ("vae_latents", "text_embeddings"),
     "evaluation": ("trained_lora",),
     "sweep": ("vae_latents", "text_embeddings"),
@@ -33,6 +34,7 @@ ALL_INPUTS: Mapping[str, Sequence[str]] = {
 
 # Plain names without Polars types, because definitions load without Polars.
 NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "captions": {"raw_images": ("sample_id", "dataset", "path", "content_hash", "height", "width")},
     "validated_dataset": {
         "raw_images": (
             *("sample_id", "dataset", "path", "content_hash", "height", "width"),
@@ -70,6 +72,7 @@ _CROP = ("crop_top", "crop_left", "target_height", "target_width")
 _PLACEMENT = ("resized_height", "resized_width", *_CROP)
 
 DERIVED_COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
+    "captions": dict.fromkeys(("caption", "num_tokens", "cut", "key"), ("content_hash", *_SIZE)),
     "validated_dataset": {
         **dict.fromkeys(("duplicate_group", "one_colour", "decoding", *PICTURE_COLUMNS), ("content_hash",)),
         **dict.fromkeys(("caption", "more_captions", "caption_from", "focus_x", "focus_y"), ("path",)),

@@ -111,7 +111,7 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "caption": _text("First caption, canonical."),
         "more_captions": _text("Further captions as a JSON array."),
         "caption_from": _text(
-            'Caption source: "sidecar:<path>", "filename", "fixed", "column", "fallback", "edit".'
+            'Caption source: "sidecar:<path>", "filename", "fixed", "column", "model", "fallback", "edit".'
         ),
         "focus_x": _float64("Horizontal focus point that a crop keeps in view, 0 (left) to 1."),
         "focus_y": _float64("Vertical focus point that a crop keeps in view, 0 (top) to 1."),
@@ -157,6 +157,14 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "caption_hashes": _text("SHA-256 of all its captions, separated by spaces."),
         "split": _text('"train" or "validation".'),
         "times_seen": _int32("Number of times the sample was trained on."),
+    },
+    "captions": {
+        **_SAMPLE,
+        "content_hash": _text("SHA-256 of the image file's bytes."),
+        "caption": _text("Canonical caption of the model; empty if it wrote nothing."),
+        "num_tokens": _int32("Number of tokens that the model wrote."),
+        "cut": _boolean("Whether captions.max_tokens ended the caption."),
+        **{name: column for name, column in _ENTRY.items() if name != "dtype"},
     },
     "diagnosis": {
         **_SAMPLE,
@@ -208,7 +216,7 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
 }
 """Columns of each asset's table that all recipes with the asset have, in table order."""
 
-OPTIONAL_ASSETS = ("diagnosis", "evaluation", "sweep")
+OPTIONAL_ASSETS = ("captions", "diagnosis", "evaluation", "sweep")
 """Assets that only some recipes have."""
 
 _MASK: DeclaredColumns = {

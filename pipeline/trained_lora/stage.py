@@ -14,6 +14,7 @@ import polars as pl
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.used_keys import KeyLists
+from pipeline.captions import checks as captions
 from pipeline.errors import TrainingError, counted
 from pipeline.log import NOTE, Log
 from pipeline.models.families import detect
@@ -83,7 +84,7 @@ _UPSTREAM_CHECKS = {
     "vae_latents": vae_latents,
     "text_embeddings": text_embeddings,
 }
-"""Checks of all upstream assets, in the order of the graph."""
+"""Checks of the upstream assets of every recipe, in the order of the graph."""
 
 Source = Literal["finished run", "checkpoint", "training"]
 """Where a job gets its LoRA from: a run without changes, a checkpoint of a longer run, or a training."""
@@ -189,9 +190,12 @@ def require_open_gates(recipe: Recipe, *, log: Log) -> None:
     # In the UI a user can select this asset alone, and then no earlier check blocks it (FAILURES O10).
     # Training reads no dataset file, so it works without the sources.
     context = CheckContext(recipe, Tables(recipe.output_dir), sources=False, log=log)
+    upstream = dict(_UPSTREAM_CHECKS)
+    if recipe.has_model_captions:
+        upstream["captions"] = captions
     closed = {
         f"{recipe.name}/{asset}": [finding for finding in checks.run(context) if finding.closes]
-        for asset, checks in _UPSTREAM_CHECKS.items()
+        for asset, checks in upstream.items()
     }
     closed = {asset: closed_findings for asset, closed_findings in closed.items() if closed_findings}
     if closed:

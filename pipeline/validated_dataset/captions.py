@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pipeline.recipe.captions import ReplaceSettings
     from pipeline.storage.source import Source
 
+MODEL = "model"
+"""Value of `caption_from` for a caption that a model wrote, see `pipeline.captions`."""
+
 FALLBACK = "fallback"
 """Value of `caption_from` for a caption from `captions.fallback`."""
 
@@ -66,7 +69,7 @@ class Caption(NamedTuple):
 
     Attributes:
         texts: At least one text in canonical form; none is empty.
-        source: "sidecar:<path>", "filename", "fixed", "column", "fallback" or "edit", for the column
+        source: "sidecar:<path>", "filename", "fixed", "column", "model", "fallback" or "edit", for the column
             `caption_from`.
     """
 
@@ -81,18 +84,21 @@ def caption_of(
     manifest_texts: Sequence[str] | None = None,
     *,
     sidecar_bytes: Sequence[int] = (),
+    written: str | None = None,
 ) -> Caption:
     """Return the caption of one image, or its captions if it has several.
 
-    `manifest_texts` are from the manifest's caption columns, or None without a manifest. `sidecar_bytes`
-    are the sizes of the files listed in `captions.suffix`, in that order, -1 for a file that does not exist;
-    they may be omitted.
+    `manifest_texts` are from the manifest's caption columns, or None without a manifest. `written` is the
+    text of the model, or None if it has not captioned the image. `sidecar_bytes` are the sizes of the files
+    listed in `captions.suffix`, in that order, -1 for a file that does not exist; they may be omitted.
 
     Raises:
         ImageError: There is no caption (`caption_missing`), it is empty (`caption_empty`), its bytes do
             not decode (`caption_undecodable`), its file cannot be read (`caption_unreadable`), or its file is
             a link out of the dataset (`caption_outside_dataset`).
     """
+    if is_left_to_model(settings, source, path, sidecar_bytes):
+        return _model_caption(settings, source, path, written)
     try:
         return _own_caption(settings, source, path, manifest_texts, sidecar_bytes)
     except ImageError as err:
@@ -102,6 +108,29 @@ def caption_of(
     # The fallback takes the same way as any caption: `replace` and the check of its text apply.
     text = _words_of_name(path) if settings.fallback == FILENAME else settings.fallback
     return Caption(usable_texts([text], settings, source.where(path)), FALLBACK)
+
+
+def is_left_to_model(
+    settings: CaptionSettings, source: Source, path: str, sidecar_bytes: Sequence[int] = ()
+) -> bool:
+    """Return whether the model captions an image: with `when: missing`, if no caption file has a text."""
+    if settings.from_ != "model" or not settings.reads_files:
+        return settings.from_ == "model"
+    try:
+        _sidecar_caption(settings, source, path, sidecar_bytes)
+    except ImageError as err:
+        # A file that cannot be read may hold a caption, so the image is rejected with its error.
+        return err.reason in NO_CAPTION
+    return False
+
+
+def _model_caption(settings: CaptionSettings, source: Source, path: str, written: str | None) -> Caption:
+    where = source.where(path)
+    if written is None:
+        detail = f"the model has not captioned {path}"
+        fix = "run the job again, which captions it; if the error returns, look at the checks of captions"
+        raise ImageError("caption_missing", detail, where=where, fix=fix)
+    return Caption(usable_texts([written], settings, where), MODEL)
 
 
 def differing_files(
@@ -114,7 +143,7 @@ def differing_files(
     """
     used = caption.source.removeprefix(SIDECAR)
     differing: list[str] = []
-    if settings.from_ != "sidecar" or used == caption.source:
+    if not settings.reads_files or used == caption.source:
         return differing
     for suffix, num_bytes in _suffixes_with_sizes(settings, sidecar_bytes):
         sidecar = sidecar_path(path, suffix)
@@ -138,7 +167,7 @@ def _own_caption(
     sidecar_bytes: Sequence[int],
 ) -> Caption:
     """Return the caption from the source that `captions.from` names, without the fallback."""
-    if settings.from_ == "sidecar":
+    if settings.reads_files:
         return _sidecar_caption(settings, source, path, sidecar_bytes)
     where, texts = source.where(path), [settings.text or ""]
     if settings.from_ == "filename":
@@ -199,7 +228,7 @@ def usable_texts(
 
     # A replacement may leave nothing of a line, such as a line of removed tags.
     written = [text for each in usable if (text := replaced(settings, each))]
-    usable = [text for text in written if _is_readable(text)]
+    usable = [text for text in written if is_readable(text)]
     if not usable:
         if not fix:
             fix = "write a caption, or remove the image"
@@ -210,7 +239,7 @@ def usable_texts(
     return tuple(usable)
 
 
-def _is_readable(text: str) -> bool:
+def is_readable(text: str) -> bool:
     """Return whether a canonical text has a visible character outside of markup."""
     if "<" in text or "&" in text:
         text = _MARKUP.sub("", text)

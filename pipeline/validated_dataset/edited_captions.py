@@ -27,6 +27,7 @@ from pipeline.raw_images.sources import sources_of
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.source import MAX_TEXT_BYTES, LocalSource
+from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.caption_files import read_caption_text
 from pipeline.validated_dataset.captions import EDITED, Caption, caption_of, usable_texts
 
@@ -129,11 +130,15 @@ def current_captions(recipe: Recipe, sample_id: str, path: str) -> Caption:
     if edited is not None:
         return edited
 
-    texts = None
+    texts, written = None, None
+    if settings.captions.from_ == "model":
+        captions = Tables(recipe.output_dir).read_previous("captions")
+        rows = {} if captions is None else dict(captions.select("sample_id", "caption").iter_rows())
+        written = rows.get(sample_id)
     if settings.captions.from_ == "column":
         [(_, table)] = manifests_with_columns([settings], max_bytes=recipe.checks.max_file_bytes)
         texts = captions_by_path(settings, table).get(composed(path))
-    return caption_of(settings.captions, sources_of(recipe)[dataset], path, texts)
+    return caption_of(settings.captions, sources_of(recipe)[dataset], path, texts, written=written)
 
 
 def edit_captions(recipe: Recipe, sample_id: str, texts: Sequence[str], log: Log) -> Path:

@@ -76,17 +76,26 @@ _SAMPLE_COLUMNS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _CaptionReader:
-    """A reader of captions and focus points. Every other attribute maps a dataset's name to its part."""
+    """A reader of captions and focus points.
+
+    `edited` has the captions of persons, and `written` the captions of a model by sample id. Every other
+    attribute maps a dataset's name to its part.
+    """
 
     edited: EditedCaptions
     settings: Mapping[str, DatasetSettings]
     sources: Mapping[str, Source]
     manifest_captions: Mapping[str, Mapping[str, tuple[str, ...]]]
     focuses: Mapping[str, Mapping[str, tuple[float, float]]]
+    written: Mapping[str, str]
 
     @classmethod
     def create(
-        cls, recipe: Recipe, sources: Mapping[str, Source], manifests: Mapping[str, pl.DataFrame]
+        cls,
+        recipe: Recipe,
+        sources: Mapping[str, Source],
+        manifests: Mapping[str, pl.DataFrame],
+        written: Mapping[str, str],
     ) -> _CaptionReader:
         settings = {each.name: each for each in recipe.datasets}
         captions = {
@@ -99,14 +108,15 @@ class _CaptionReader:
             for name, table in manifests.items()
             if settings[name].focus_columns is not None
         }
-        return cls(EditedCaptions(recipe.output_dir), settings, sources, captions, focuses)
+        edited = EditedCaptions(recipe.output_dir)
+        return cls(edited, settings, sources, captions, focuses, written)
 
     def with_sidecars(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Add the column `sidecars`: the paths of an image's caption files; null in datasets without them."""
         # Other sources of captions have no file next to the image, so that nothing must be listed for them.
         sidecars = pl.lit(None, dtype=pl.List(pl.String))
         for name, settings in self.settings.items():
-            if settings.captions.from_ == "sidecar":
+            if settings.captions.reads_files:
                 paths = [without_suffix(pl.col("path")) + suffix for suffix in settings.captions.suffixes]
                 of_dataset = pl.when(pl.col("dataset") == name).then(pl.concat_list(paths))
                 sidecars = of_dataset.otherwise(sidecars)
@@ -125,8 +135,11 @@ class _CaptionReader:
         source, texts = self.sources[dataset], self.manifest_captions.get(dataset, {}).get(composed(path))
         sizes = row["caption_bytes"] or ()
         try:
+            written = self.written.get(row["sample_id"])
             caption = self.edited.read(settings.captions, row["sample_id"])
-            caption = caption or caption_of(settings.captions, source, path, texts, sidecar_bytes=sizes)
+            caption = caption or caption_of(
+                settings.captions, source, path, texts, sidecar_bytes=sizes, written=written
+            )
         except ImageError as err:
             if err.reason != "caption_missing" or not settings.is_manifest:
                 raise
@@ -148,14 +161,20 @@ class _CaptionReader:
 
 
 def validate(
-    recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log, remember: bool = True
+    recipe: Recipe,
+    raw: pl.DataFrame,
+    tables: Tables,
+    *,
+    log: Log,
+    written: pl.DataFrame | None = None,
+    remember: bool = True,
 ) -> StageResult:
     """Keep the images of raw_images that are unchanged since the scan, decode completely and have a caption.
 
     A sample is rejected for one reason, the first of: its file, its pixels, its caption, its side inputs.
 
-    `raw` needs only its columns in `NEEDED`. With `remember`, decode results and captions are stored for the
-    next run, and the funnel is logged.
+    `raw` needs only its columns in `NEEDED`. `written` is the table captions, for recipes with one. With
+    `remember`, decode results and captions are stored for the next run, and the funnel is logged.
 
     Raises:
         DatasetError: `raw` belongs to other datasets than the recipe's, or a manifest cannot be used.
@@ -176,7 +195,7 @@ def validate(
     log(f"{counted(len(chosen), 'image')} to check, {num_reused:,} of them decoded by earlier runs")
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
-    captions = _CaptionReader.create(recipe, sources, manifests)
+    captions = _CaptionReader.create(recipe, sources, manifests, _written(written, chosen))
     with_rule = _with_caption_rule(recipe, captions.edited, captions.with_sidecars(chosen))
     readable, unusable = _with_captions(with_rule, decoded, captions, index.captions, log=log)
     complete, paired = readable, dict[str, PairedSamples]()
@@ -231,8 +250,16 @@ def _require_same_datasets(recipe: Recipe, raw: pl.DataFrame) -> None:
         )
 
 
+def _written(captions: pl.DataFrame | None, chosen: pl.DataFrame) -> dict[str, str]:
+    """Return the captions of a model by sample id, without those of images that have changed since."""
+    if captions is None:
+        return {}
+    current = captions.join(chosen, on=("sample_id", "content_hash"), how="semi")
+    return dict(current.select("sample_id", "caption").iter_rows())
+
+
 def _with_caption_rule(recipe: Recipe, edited: EditedCaptions, rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the column `rule`; it is empty if a caption or focus point depends on a manifest or an edit."""
+    """Add the column `rule`; it is empty if the captions do not follow from files next to an image."""
     rules = {
         each.name: (caption_rule(each) if each.focus_columns is None else None) or ""
         for each in recipe.datasets

@@ -43,6 +43,7 @@ _LOADING: dict[Kind, str] = {
     "features": "loading the scorers",
     "diagnoses": "loading the base model",
     "influences": "loading the base model",
+    "captions": "loading the captioning model",
 }
 
 

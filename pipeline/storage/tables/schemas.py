@@ -8,6 +8,7 @@ Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` 
 | aspect_buckets | sample and bucket (several buckets only with `buckets.per_image: each`) |
 | vae_latents | sample, bucket and mirroring |
 | text_embeddings | sample and caption variant |
+| captions | sample that the model captioned |
 | diagnosis | sample and caption variant |
 | evaluation | drawn picture, scorer and number |
 | sweep | variant, seed and step after which it was judged |

@@ -42,6 +42,9 @@ COLUMNS: dict[str, list[set[str]]] = {
     "validation_apart": [{"images"}],
     "captions_agree": [{"sample_id", "used", "not_used"}],
     "edits_matched": [{"file"}],
+    "captions_readable": [{"sample_id", "what"}],
+    "captions_complete": [{"sample_id", "text"}],
+    "captions_looping": [{"sample_id", "text"}],
     "captions_plausible": [{"sample_id", "what", "text"}],
     "captions_repeated": [
         {"dataset", "caption", "images", "of", "first"},

@@ -1,0 +1,162 @@
+"""Tiny captioning models with random weights, in the format of transformers: Idefics3, BLIP-2, Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from demo.tiny_models.language import byte_level, qwen2_5_vl, vocabulary, write_qwen_tokenizer
+from demo.tiny_models.parts import write_json
+from pipeline.storage.atomic import write_text
+
+_START, _END, _PAD, _IMAGE = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>"
+_MARKS = (_PAD, _START, _END, _IMAGE)
+
+_IDEFICS3_MARKS = (*_MARKS, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _template(image: str) -> str:
+    """Return a chat template whose messages consist of parts, with this text in place of an image."""
+    return (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}"
+        "{% if part.type == 'image' %}"
+        + image
+        + "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def write_idefics3(folder: Path, *, seed: int = 0) -> None:
+    """Write a model that captions in a chat, with a processor that reads no videos."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    ids = _write_tokenizer(folder, _IDEFICS3_MARKS, _template(_IMAGE))
+    config: Any = Idefics3Config(
+        text_config={
+            "model_type": "llama",
+            **_text_sizes(ids),
+            "intermediate_size": 64,
+            "num_key_value_heads": 1,
+        },
+        vision_config=_VISION,
+        image_token_id=ids[_IMAGE],
+        pad_token_id=ids[_PAD],
+        scale_factor=2,
+    )
+    _write_model(folder, Idefics3ForConditionalGeneration, config, ids, seed)
+    image_processor = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": 28},
+        "max_image_size": {"longest_edge": 28},
+    }
+    _write_processor(folder, "Idefics3Processor", image_processor, image_seq_len=1)
+
+
+def write_blip2(folder: Path, *, seed: int = 0) -> None:
+    """Write a model that continues a text, without a chat template."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration
+
+    ids = _write_tokenizer(folder, _MARKS, None)
+    config: Any = Blip2Config(
+        vision_config=_VISION,
+        qformer_config={
+            "vocab_size": len(ids),
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "encoder_hidden_size": 16,
+        },
+        text_config={"model_type": "opt", **_text_sizes(ids), "ffn_dim": 64, "word_embed_proj_dim": 32},
+        num_query_tokens=4,
+        image_token_index=ids[_IMAGE],
+    )
+    _write_model(folder, Blip2ForConditionalGeneration, config, ids, seed)
+    image_processor = {"image_processor_type": "BlipImageProcessor", "size": {"height": 28, "width": 28}}
+    _write_processor(folder, "Blip2Processor", image_processor, num_query_tokens=4)
+
+
+def write_qwen2_5_vl(folder: Path, *, seed: int = 0) -> None:
+    """Write a model whose processor also reads videos, so that loading it needs torchvision."""
+    import torch
+
+    template = _template("<|vision_start|><|image_pad|><|vision_end|>")
+    write_qwen_tokenizer(folder, template=template)
+    write_text(folder / "chat_template.jinja", template)
+    torch.manual_seed(seed)
+    model = qwen2_5_vl()
+    _sharpen(model)
+    model.generation_config.eos_token_id = vocabulary()[0][_END]
+    model.save_pretrained(folder)
+    image_processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 28 * 28,
+        "max_pixels": 56 * 56,
+    }
+    write_json(
+        folder / "preprocessor_config.json", {**image_processor, "processor_class": "Qwen2_5_VLProcessor"}
+    )
+
+
+def _write_tokenizer(folder: Path, marks: Sequence[str], template: str | None) -> dict[str, int]:
+    write_text(folder / "tokenizer.json", byte_level(marks).to_str(pretty=True))
+    if template is not None:
+        write_text(folder / "chat_template.jinja", template)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _END,
+        "pad_token": _PAD,
+        "model_max_length": 4096,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    return vocabulary(marks)[0]
+
+
+def _text_sizes(ids: dict[str, int]) -> dict[str, Any]:
+    return {
+        "vocab_size": len(ids),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": ids[_PAD],
+        "eos_token_id": ids[_END],
+        "pad_token_id": ids[_PAD],
+    }
+
+
+def _write_model(folder: Path, kind: Any, config: Any, ids: dict[str, int], seed: int) -> None:
+    import torch
+
+    torch.manual_seed(seed)
+    model = kind(config)
+    _sharpen(model)
+    model.generation_config.eos_token_id = ids[_END]
+    model.generation_config.pad_token_id = ids[_PAD]
+    model.save_pretrained(folder)
+
+
+def _sharpen(model: Any) -> None:
+    # Initial weights are so small that every image gets the same text.
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(8)
+
+
+def _write_processor(folder: Path, kind: str, image_processor: dict[str, Any], **settings: Any) -> None:
+    write_json(folder / "preprocessor_config.json", {**image_processor, "processor_class": kind})
+    write_json(folder / "processor_config.json", {**settings, "processor_class": kind})

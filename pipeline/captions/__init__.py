@@ -1,0 +1,1 @@
+"""Captions that a vision-language model writes for images without one."""

@@ -1,0 +1,84 @@
+"""The vision-language model of a dataset's captions: its folder, fingerprint and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import read_json, tokenizer_files, weight_files
+from pipeline.models.fingerprints import Fingerprints, ModelPart
+from pipeline.models.transformers_folder import resolve_folder
+
+if TYPE_CHECKING:
+    from pipeline.cache.recipe_entries import RecipeEntries
+    from pipeline.recipe import CaptionSettings
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_CONFIGS = ("generation_config.json", "processor_config.json", "preprocessor_config.json")
+"""Configurations that not every model has; all of them decide what a model writes."""
+
+
+@dataclass(frozen=True)
+class CaptionModel:
+    """A model that is ready to be used.
+
+    Attributes:
+        folder: Its folder, in the format of transformers.
+        fingerprint: Hash of its configurations, tokenizer, chat template and weights.
+        dtype: Dtype in which it runs, never "auto".
+    """
+
+    folder: Path
+    fingerprint: str
+    dtype: str
+
+
+def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionModel:
+    """Return the model of a dataset with `captions.from: model`; it is downloaded if it is not here.
+
+    Raises:
+        ModelError: The model is missing, incomplete, or cannot be downloaded.
+    """
+    assert settings.model is not None, "the recipe requires it"
+    where = f"{entries.recipe.source}, datasets[].captions"
+    folder = resolve_folder(
+        settings.model, settings.revision, _part, key="captions.model", where=where, log=entries.log
+    )
+    fingerprint = Fingerprints(entries.machine_state_dir, log=entries.log).of([_part(folder)])
+    dtype = _stated_dtype(folder) if settings.dtype == "auto" else settings.dtype
+    return CaptionModel(folder, fingerprint, dtype)
+
+
+def _part(folder: Path) -> ModelPart:
+    """Return the files of a captioning model; raises ModelError if one is missing or is a pickle."""
+    config = folder / "config.json"
+    if not config.is_file():
+        fix = "set captions.model to a complete folder or repository in the format of transformers"
+        raise ModelError("the captioning model has no config.json", where=str(folder), fix=fix)
+
+    weights = weight_files(folder)
+    if any(".bin" in file.suffixes for file in weights):
+        what = "weights of the captioning model must be *.safetensors, got a pickle, which can run code"
+        raise ModelError(what, where=str(folder), fix="use a model or a revision with safetensors")
+    tokenizer_configs, vocabularies = tokenizer_files(folder)
+    others = (folder / name for name in _CONFIGS)
+    configs = (config, *(file for file in others if file.is_file()), *tokenizer_configs)
+    return ModelPart("captioner", configs, (*weights, *vocabularies))
+
+
+def _stated_dtype(folder: Path) -> str:
+    """Return the dtype in a model's configuration, or float32."""
+    config: dict[str, Any] = read_json(folder / "config.json")
+    # Before transformers 5 the key was torch_dtype; models of several parts may state it for each part.
+    parts = [config, config.get("text_config")]
+    stated = [
+        part[key]
+        for part in parts
+        if isinstance(part, dict)
+        for key in ("dtype", "torch_dtype")
+        if key in part
+    ]
+    return next((each for each in stated if each in _DTYPES), "float32")

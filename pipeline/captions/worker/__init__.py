@@ -1,0 +1,1 @@
+"""Process that captions images; imports torch."""

@@ -1,0 +1,239 @@
+"""Caption images with a vision-language model of transformers, on one device, greedily.
+
+On a CPU each image has forward passes of its own, so that a caption depends on its key alone. On a GPU,
+images that the model gets in one size are captioned together: their inputs need no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+
+from pipeline.cache.entry_format import CAPTION
+from pipeline.cache.store import Store
+from pipeline.captions.entries import CUT, FAILED, NUM_TOKENS, as_tensor
+from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, Outcome
+from pipeline.encoding.progress import Progress
+from pipeline.errors import LaunchError, ModelError
+from pipeline.images.decode import load_pixels
+from pipeline.images.formats import ImageError
+from pipeline.images.geometry import Crop, Geometry, Size
+from pipeline.processes.worker.devices import out_of_memory_as
+from pipeline.storage.addresses import address
+from pipeline.storage.remote_source import source_at
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.storage.source import Source
+
+GPU_BATCH = 8
+"""Number of images of one size that are captioned together on a GPU."""
+
+# Without an answer in advance, transformers asks on the terminal whether to run code of the folder.
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+class Captioner:
+    """A vision-language model with its processor on one device."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        """Load the model; raises ModelError if the folder has none that captions images."""
+        self._device = device
+        with _explained(folder):
+            self._processor = _load_processor(folder)
+            # A configuration may name any attention implementation, also code in a repository on the Hub.
+            # The argument replaces it only if the configuration is given apart.
+            model: Any = AutoModelForImageTextToText.from_pretrained(
+                folder,
+                config=AutoConfig.from_pretrained(folder, **_LOCAL),
+                attn_implementation="sdpa",
+                dtype=getattr(torch, dtype),
+                use_safetensors=True,
+                **_LOCAL,
+            )
+        self._model = model.to(device).eval()
+        # Some repositories have the template with the tokenizer alone.
+        self._template = self._processor.chat_template or self._processor.tokenizer.chat_template
+        ends = model.generation_config.eos_token_id
+        ends = model.config.get_text_config().eos_token_id if ends is None else ends
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
+
+    def captions(
+        self, images: Sequence[Image.Image], prompt: str, max_tokens: int
+    ) -> list[tuple[str, int, bool]]:
+        """Return for each image the text, its number of tokens, and whether it was cut off.
+
+        The images have one size. Prompt and text are separated as by transformers' pipeline for this task.
+        """
+        inputs = self._inputs(images, prompt).to(self._device, self._model.dtype)
+        with torch.inference_mode():
+            output: Tensor = self._model.generate(
+                **inputs, do_sample=False, num_beams=1, max_new_tokens=max_tokens
+            )
+        texts = self._decoded(output)
+        prompts = self._decoded(inputs["input_ids"])
+        written = _written_tokens(output, inputs["input_ids"])
+        return [
+            (_without_prompt(text, before), *self._length(tokens))
+            for text, before, tokens in zip(texts, prompts, written, strict=True)
+        ]
+
+    def _inputs(self, images: Sequence[Image.Image], prompt: str) -> Any:
+        if self._template is None:
+            return self._processor(images=list(images), text=[prompt] * len(images), return_tensors="pt")
+        chats = [
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": image}, {"type": "text", "text": prompt}],
+                }
+            ]
+            for image in images
+        ]
+        return self._processor.apply_chat_template(
+            chats,
+            chat_template=self._template,
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+
+    def _decoded(self, tokens: Tensor) -> list[str]:
+        return self._processor.post_process_image_text_to_text(tokens, skip_special_tokens=True)
+
+    def _length(self, tokens: list[int]) -> tuple[int, bool]:
+        """Return the number of tokens before the end, and whether there is none."""
+        # A row that ends before the longest one is padded behind its end.
+        length = next((index for index, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return length, length == len(tokens)
+
+
+def _load_processor(folder: Path) -> Any:
+    # Pillow's image processors give the same pixels on all machines; torchvision's resize differs.
+    try:
+        return AutoProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+    except ImportError:
+        # A processor that also reads videos does so with torchvision alone.
+        processor: Any = AutoProcessor.from_pretrained(folder, **_LOCAL)
+        processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+        return processor
+
+
+def _written_tokens(output: Tensor, input_ids: Tensor) -> list[list[int]]:
+    """Return the tokens that the model wrote for each image."""
+    prompt = output[:, : input_ids.shape[1]]
+    if torch.equal(prompt, input_ids):
+        return output[:, input_ids.shape[1] :].tolist()
+    # An encoder reads the prompt, and the decoder begins with a token that may be the one for the end.
+    return output[:, 1:].tolist()
+
+
+def _without_prompt(text: str, prompt: str) -> str:
+    # As `ImageTextToTextPipeline.postprocess`: a decoder's output begins with its input, or a space and it.
+    start = text.find(prompt)
+    return text[start + len(prompt) :] if 0 <= start <= 2 else text
+
+
+class CaptionEncoder:
+    """Captions the images of an encoding."""
+
+    def __init__(self, encoding: Encoding, device: str, progress: Progress) -> None:
+        self._settings, self._device, self._progress = encoding.settings, device, progress
+        self._batch = 1 if device == "cpu" else GPU_BATCH
+        self._sources: dict[str, Source] = {}
+        with out_of_memory_as(self._memory_error):
+            self._captioner = Captioner(encoding.model_folder, encoding.settings["dtype"], device)
+
+    def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+        """Yield each job with its caption.
+
+        Raises:
+            LaunchError: Memory ran out.
+        """
+        waiting: list[tuple[Job, Image.Image]] = []
+        for job in jobs:
+            self._progress.working_on(job.name)
+            # Another process may have captioned the image since the stage checked.
+            if store.check(job.spec).valid:
+                yield job, "present"
+                continue
+            image = self._image(job)
+            if isinstance(image, Failure):
+                yield job, image
+                continue
+            if waiting and (len(waiting) == self._batch or waiting[0][1].size != image.size):
+                yield from self._captioned(waiting)
+                waiting = []
+            waiting.append((job, image))
+        if waiting:
+            yield from self._captioned(waiting)
+
+    def _captioned(self, waiting: Sequence[tuple[Job, Image.Image]]) -> Iterator[tuple[Job, Outcome]]:
+        jobs, images = zip(*waiting, strict=True)
+        try:
+            with out_of_memory_as(self._memory_error):
+                captions = self._captioner.captions(
+                    images, self._settings["prompt"], self._settings["max_tokens"]
+                )
+        except ValueError as err:
+            # Processors refuse some sizes; a refused image fails alone.
+            if len(waiting) > 1:
+                for each in waiting:
+                    yield from self._captioned([each])
+                return
+            reason = str(err).strip().splitlines()[0][:300]
+            yield (
+                jobs[0],
+                Failure(FAILED, reason, "crop the image, or write its caption"),
+            )
+            return
+        for job, (text, num_tokens, cut) in zip(jobs, captions, strict=True):
+            yield job, Encoded({CAPTION: as_tensor(text)}, {NUM_TOKENS: num_tokens, CUT: int(cut)})
+
+    def _image(self, job: Job) -> Image.Image | Failure:
+        work = job.work
+        size = Size(work["given_height"], work["given_width"])
+        geometry = Geometry(Size(work["height"], work["width"]), size, Crop(0, 0, *size))
+        red, green, blue = self._settings["background"]
+        if work["root"] not in self._sources:
+            limit = self._settings["max_file_bytes"]
+            self._sources[work["root"]] = source_at(address(work["root"]), max_file_bytes=limit)
+        try:
+            pixels = load_pixels(
+                self._sources[work["root"]].file(work["path"]),
+                geometry,
+                (red, green, blue),
+                content_hash=work["content_hash"],
+            )
+        except ImageError as err:
+            return Failure(err.reason, err.detail, err.fix)
+        return Image.fromarray(pixels)
+
+    def _memory_error(self, usage: str) -> LaunchError:
+        return LaunchError(
+            "memory ran out while images were captioned" + (f" ({usage})" if usage else ""),
+            where=f"captions on {self._device}",
+            fix="free the device, set captions.dtype: bfloat16, lower captions.resolution, or use a "
+            "smaller model",
+        )
+
+
+@contextmanager
+def _explained(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except (ImportError, OSError, ValueError) as err:
+        raise ModelError(
+            f"the captioning model cannot be loaded: {str(err).strip().splitlines()[0]}",
+            where=str(folder),
+            fix="set captions.model to a model that AutoModelForImageTextToText of transformers loads, or "
+            "install the package that the message names; processors that also read videos need torchvision",
+        ) from err

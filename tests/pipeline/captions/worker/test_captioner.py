@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+from pipeline.captions.worker.captioner import Captioner
+from pipeline.errors import ModelError
+from tests.pipeline.captions.conftest import picture
+
+PROMPT = "a photo of"
+MAX_TOKENS = 8
+
+
+def by_pipeline(folder: Path, image: Any, *, backend: str | None) -> str:
+    """Return the text of transformers' own pipeline for this task."""
+    with torch.inference_mode():
+        processor: Any = AutoProcessor.from_pretrained(folder, **({"backend": backend} if backend else {}))
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        captions: Any = pipeline("image-text-to-text", model=model, processor=processor)
+        options: dict[str, Any] = {
+            "return_full_text": False,
+            "generate_kwargs": {"do_sample": False, "max_new_tokens": MAX_TOKENS},
+        }
+        if processor.chat_template is None:
+            return captions(images=image, text=PROMPT, **options)[0]["generated_text"]
+        content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
+        return captions(text=[{"role": "user", "content": content}], **options)[0]["generated_text"]
+
+
+@pytest.mark.parametrize("name", ["idefics3", "blip2", "qwen2_5_vl"])
+def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
+    captioner: Callable[[str], Path], name: str
+) -> None:
+    if name == "qwen2_5_vl":
+        pytest.importorskip("torchvision")
+    model = Captioner(captioner(name), "float32", "cpu")
+    images = [picture(seed) for seed in range(3)]
+    singles = [model.captions([image], PROMPT, MAX_TOKENS)[0] for image in images]
+    assert len({text for text, _, _ in singles}) > 1, "the model does not look at the image"
+    assert all(0 < num_tokens <= MAX_TOKENS for _, num_tokens, _ in singles)
+    assert model.captions(images, PROMPT, MAX_TOKENS) == singles
+
+    backend = None if name == "qwen2_5_vl" else "pil"
+    assert singles[0][0] == by_pipeline(captioner(name), images[0], backend=backend)
+
+
+def test_a_caption_is_cut_off_if_the_model_does_not_end_it(
+    captioner: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = Captioner(captioner("idefics3"), "float32", "cpu")
+    longer, _, _ = model.captions([picture(0)], PROMPT, 6)[0]
+    text, num_tokens, cut = model.captions([picture(0)], PROMPT, 3)[0]
+    assert (num_tokens, cut) == (3, True)
+    assert longer.startswith(text)
+
+    # Every token ends the text.
+    folder = tmp_path / "ends"
+    shutil.copytree(captioner("idefics3"), folder)
+    config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    config["eos_token_id"] = list(range(2000))
+    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    _, num_tokens, cut = Captioner(folder, "float32", "cpu").captions([picture(0)], PROMPT, 3)[0]
+    assert (num_tokens, cut) == (0, False)
+
+
+def test_a_model_of_another_kind_is_refused_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    with pytest.raises(ModelError, match="the captioning model cannot be loaded") as caught:
+        Captioner(tmp_path, "float32", "cpu")
+    assert str(tmp_path) in caught.value.where
