@@ -40,6 +40,7 @@ COMMANDS = {
     "explain": "pipeline.cli.explain",
     "edit-caption": "pipeline.cli.edit_caption",
     "verify": "pipeline.cli.verify",
+    "caption": "pipeline.cli.caption",
     "pack": "pipeline.cli.pack",
     "gc": "pipeline.cli.gc",
     "sample": "pipeline.cli.sample",

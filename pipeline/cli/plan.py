@@ -131,6 +131,8 @@ def _show(recipe: Recipe, result: Forecast) -> None:
         echo(f"the job would stop at {result.closed[0].asset}, before anything is encoded:")
         _show_gates(result)
         echo("If you fix or allow this, the job will do the following for the samples kept now:")
+    if result.captions is not None:
+        _show_expected("captions", result.captions)
     _show_expected("vae_latents", result.latents)
     for name, expected in result.side_inputs.items():
         _show_expected(name, expected)
@@ -174,7 +176,8 @@ def _show_warnings(result: Forecast) -> None:
 
 def _cost(result: Forecast, price: float | None) -> dict[str, float | None]:
     """Return the time of the whole job in seconds, and with a price its cost; None if they are unknown."""
-    works = [result.latents, *result.side_inputs.values(), result.text]
+    captions = [] if result.captions is None else [result.captions]
+    works = [*captions, result.latents, *result.side_inputs.values(), result.text]
     training = result.training.duration if result.training is not None else None
     parts = [*(each.seconds for each in works), training and training.seconds]
     known = [part for part in parts if part is not None]

@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.captions.entries import caption_spec
 from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.evaluation.known_entries import read_known, spec_of
 from pipeline.log import Log, discard
@@ -86,9 +87,24 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discar
     reasons = rejected.select("stage", "reason", "detail", "fix").to_dicts()
     explained += [StageFacts("rejected", reason) for reason in reasons]
     entries = RecipeEntries(recipe, log=log)
+    explained += _explain_caption(entries, tables, sample_id)
     explained += _explain_entries(entries, sample_rows)
     explained += _explain_diagnosis(tables, sample_id)
     return explained + _explain_features(entries, recipe, sample_id)
+
+
+def _explain_caption(entries: RecipeEntries, tables: Tables, sample_id: str) -> list[StageFacts]:
+    """Return the caption that a model wrote of the sample, and the state of its entry."""
+    table = tables.read_previous("captions")
+    rows = [] if table is None else table.filter(sample_id=sample_id).to_dicts()
+    return [
+        StageFacts(name, facts)
+        for row in rows
+        for name, facts in (
+            ("captions", {name: row[name] for name in ("caption", "num_tokens", "cut")}),
+            ("captions entry", _entry_facts(entries, caption_spec(row["key"]))),
+        )
+    ]
 
 
 def _explain_diagnosis(tables: Tables, sample_id: str) -> list[StageFacts]:

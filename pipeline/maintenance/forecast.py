@@ -20,6 +20,7 @@ from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries, with_reco
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
 from pipeline.log import Log, discard
+from pipeline.maintenance.caption_forecast import forecast_captions
 from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast, forecast_diagnosis
 from pipeline.maintenance.expected import (
     DAMAGED,
@@ -108,6 +109,7 @@ class Forecast:
         training: None if a gate would close.
         diagnosis: Captions that the diagnosis would measure; None for a recipe without one.
         evaluation: Pictures of the evaluation after training; None for a recipe without one.
+        captions: Captions that a model would write; None for a recipe without them.
         sweep: Training of the sweep after the recipe's own; None for a recipe without one.
     """
 
@@ -123,6 +125,7 @@ class Forecast:
     training: TrainingForecast | None = None
     diagnosis: DiagnosisForecast | None = None
     evaluation: PictureForecast | None = None
+    captions: Expected | None = None
     sweep: SweepForecast | None = None
 
 
@@ -158,11 +161,12 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
 
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)
-    valid = validate(recipe, raw.table, tables, log=log, remember=False)
+    entries = RecipeEntries(recipe, log=log)
+    captioned, written = forecast_captions(entries, tables, raw.table) or (None, None)
+    valid = validate(recipe, raw.table, tables, log=log, written=written, remember=False)
     buckets = assign_buckets(recipe, valid.table, log=discard)
     results = {"raw_images": raw, "validated_dataset": valid, "aspect_buckets": buckets}
 
-    entries = RecipeEntries(recipe, log=log)
     known_latents = tables.read_previous("vae_latents")
     known_text = tables.read_previous("text_embeddings")
     earlier_ids: set[str] = set() if known_latents is None else set(known_latents["sample_id"])
@@ -191,6 +195,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         training=training,
         diagnosis=None if closed else forecast_diagnosis(entries, tables, requests, captions),
         evaluation=forecast_pictures(entries, valid.table, training and training.action),
+        captions=captioned,
         sweep=forecast_sweep(recipe, training),
     )
 

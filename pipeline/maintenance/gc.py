@@ -193,6 +193,8 @@ def needed_keys(recipe: Recipe, *, log: Log) -> list[pl.Series]:
         by_kind["text"] = [entries.text_keys(texts["caption"], texts.get_column(SEEN, default=None))]
     if (diagnosis := tables.read_previous("diagnosis")) is not None:
         by_kind["diagnoses"] = [diagnosis["key"].drop_nulls()]
+    if (captions := tables.read_previous("captions")) is not None:
+        by_kind["captions"] = [captions["key"]]
     for (kind,), rows in read_known(recipe.output_dir).group_by("kind"):
         by_kind[str(kind)] = [rows["key"]]
     return [pl.concat(parts) for parts in by_kind.values()]

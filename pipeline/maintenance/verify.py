@@ -10,6 +10,8 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN, RecipeEntries
 from pipeline.cache.store import EntrySpec
+from pipeline.captions.entries import caption_spec
+from pipeline.captions.stage import caption_images
 from pipeline.diagnosis.entries import loss_spec, swapped_inputs
 from pipeline.diagnosis.stage import diagnose
 from pipeline.evaluation import stage as evaluation
@@ -49,7 +51,7 @@ class BadEntry:
 def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> list[NeededEntry]:
     """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
 
-    The entries of the last diagnosis and of the last evaluation follow.
+    The entries of a model's captions, of the last diagnosis and of the last evaluation follow.
 
     Raises:
         TableError: One of the two tables is missing.
@@ -79,6 +81,9 @@ def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> lis
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         needed.setdefault(spec.key, NeededEntry(first_samples.get(each, name), spec))
+    if (captions := tables.read_previous("captions")) is not None:
+        for name, key in captions.select("sample_id", "key").iter_rows():
+            needed.setdefault(key, NeededEntry(name, caption_spec(key)))
     needed |= _measured(entries, tables, latents, text)
     for row in read_known(recipe.output_dir).iter_rows(named=True):
         needed.setdefault(row["key"], NeededEntry(row["name"], spec_of(row)))
@@ -152,6 +157,11 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
         request = Request(report.get("run"), tuple(sorted(steps)) or None)
         evaluation.evaluate(recipe, request, tables, launch=launch, log=log)
         kinds -= {"pictures", "features"}
+
+    if "captions" in kinds:
+        result = caption_images(recipe, tables.read("raw_images"), tables, launch=launch, log=log)
+        tables.write("captions", result.table)
+        kinds -= {"captions"}
 
     needs_diagnosis = "diagnoses" in kinds
     kinds -= {"diagnoses"}
