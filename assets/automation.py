@@ -31,7 +31,7 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG, asset_key
+from assets.names import AFTER_CACHE, ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG, asset_key
 from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
@@ -354,7 +354,7 @@ def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:
 
 def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:
     """Return whether a run executes all assets up to the cache: somebody may select some, steps or checks."""
-    names = [name for name in STAGE_INPUTS if name != "trained_lora"]
+    names = [name for name in (*STAGE_INPUTS, *recipe.optional_assets) if name not in AFTER_CACHE]
     if run.asset_selection or run.asset_check_selection is not None:
         keys = {asset_key(recipe, name) for name in names}
         if not keys <= (run.asset_selection or set[AssetKey]()):

@@ -8,6 +8,9 @@ from resources.terminal_log import TERMINAL_LOGGER
 TABLES_RESOURCE = "tables"
 LAUNCHER_RESOURCE = "launcher"
 
+AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation", "sweep")
+"""Assets that the cache job leaves out."""
+
 RECIPE_TAG = "latentline/recipe"
 """Tag on each run of a recipe's jobs, by which the schedule and the sensor find runs in progress."""
 

@@ -18,10 +18,11 @@ from dagster import (
 
 from assets.aspect_buckets import build_aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule, skipping_schedule, skipping_sensor
+from assets.captions import build_captions
 from assets.diagnosis import build_diagnosis
 from assets.evaluation import build_evaluation
 from assets.location import Location
-from assets.names import RECIPE_TAG, asset_key
+from assets.names import AFTER_CACHE, RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
 from assets.sweep import build_sweep
 from assets.text_embeddings import build_text_embeddings
@@ -44,11 +45,13 @@ CACHE_ASSETS = (
 )
 """Builders of the assets up to the cache."""
 
-OPTIONAL = {"diagnosis": build_diagnosis, "evaluation": build_evaluation, "sweep": build_sweep}
+OPTIONAL = {
+    "captions": build_captions,
+    "diagnosis": build_diagnosis,
+    "evaluation": build_evaluation,
+    "sweep": build_sweep,
+}
 """Builders of the assets that only some recipes have."""
-
-AFTER_CACHE = ("diagnosis", "trained_lora", "evaluation", "sweep")
-"""Assets that the cache job leaves out."""
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""

@@ -27,6 +27,7 @@ from pipeline.storage.addresses import Url
 from pipeline.storage.needed_columns import ALL_INPUTS
 from pipeline.storage.table_columns import OPTIONAL_ASSETS
 from pipeline.versions import (
+    CAPTIONER_VERSION,
     CAPTIONS_VERSION,
     DIAGNOSIS_VERSION,
     FEATURES_VERSION,
@@ -58,6 +59,7 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
         "buckets": {"underfilled"},
     },
+    "captions": {"datasets": True, "latents": {"background"}, "checks": {"max_file_bytes"}},
     "diagnosis": {"diagnosis": True, "model": True, "accelerate": {"mixed_precision"}},
     "evaluation": {"evaluation": True},
     "sweep": {
@@ -68,10 +70,11 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
 
-_NOT_SCANNED = {
-    *("limit", "duplicates", "validation_fraction"),
-    *("repeats", "weight", "role", "slider", "loss_weight"),
-    *("resolution", "resolutions", "flip", "caption_dropout"),
+_NOT_SCANNED: dict[str, Any] = {
+    **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
+    **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
+    **dict.fromkeys(("resolution", "resolutions", "flip", "caption_dropout"), True),
+    "captions": {"model", "revision", "prompt", "max_tokens", "resolution", "dtype"},
 }
 """Keys of datasets that later stages use, and that do not decide which files raw_images lists."""
 
@@ -79,6 +82,7 @@ ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
     "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
     "vae_latents": (PREPROCESSING_VERSION,),
     "trained_lora": (TRAINING_VERSION,),
+    "captions": (CAPTIONER_VERSION, PREPROCESSING_VERSION),
     "diagnosis": (DIAGNOSIS_VERSION,),
     "evaluation": (PICTURES_VERSION, FEATURES_VERSION),
     "sweep": (TRAINING_VERSION, PICTURES_VERSION, FEATURES_VERSION),
@@ -99,7 +103,7 @@ _SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
 """Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
 
 
-_LAST_OF_A_JOB = {"vae_latents", "text_embeddings", "trained_lora", *OPTIONAL_ASSETS}
+_LAST_OF_A_JOB = {"vae_latents", "text_embeddings", "trained_lora", *OPTIONAL_ASSETS} - {"captions"}
 """Stages after which the page is written; after the first ones, more stages follow within seconds."""
 
 

@@ -12,6 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import output_file, picture_metadata, pictures_once, publish
+from assets.names import asset_key
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -29,6 +30,8 @@ def build_validated_dataset(recipe: Recipe, location: Location) -> AssetsDefinit
         description=DESCRIPTION,
         kinds={"polars"},
         inputs={"raw": "raw_images"},
+        # Not an input, because the function's parameters cannot depend on the recipe.
+        deps=[asset_key(recipe, "captions")] if recipe.has_model_captions else [],
     )
     def validated_dataset(
         context: AssetExecutionContext, raw: Any
@@ -43,7 +46,8 @@ def build_validated_dataset(recipe: Recipe, location: Location) -> AssetsDefinit
 
         def materialize() -> MaterializeResult[Any]:
             tables = Tables(recipe.output_dir, log=run_log(context))
-            result = validate(recipe, raw, tables, log=run_log(context))
+            written = tables.read("captions") if recipe.has_model_captions else None
+            result = validate(recipe, raw, tables, log=run_log(context), written=written)
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
             folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
             page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))

@@ -361,6 +361,7 @@ class RecipeFile(Settings):
     def optional_assets(self) -> tuple[str, ...]:
         """Assets that the recipe has in addition to those of every recipe."""
         present = {
+            "captions": self.has_model_captions,
             "diagnosis": self.diagnosis is not None and self.diagnosis.captions,
             "evaluation": self.evaluation is not None,
             "sweep": self.sweep is not None,
