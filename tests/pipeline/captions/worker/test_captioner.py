@@ -55,10 +55,8 @@ def test_a_caption_is_cut_off_if_the_model_does_not_end_it(
     captioner: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = Captioner(captioner("idefics3"), "float32", "cpu")
-    longer, _, _ = model.captions([picture(0)], PROMPT, 6)[0]
-    text, num_tokens, cut = model.captions([picture(0)], PROMPT, 3)[0]
+    _, num_tokens, cut = model.captions([picture(0)], PROMPT, 3)[0]
     assert (num_tokens, cut) == (3, True)
-    assert longer.startswith(text)
 
     # Every token ends the text.
     folder = tmp_path / "ends"
