@@ -23,9 +23,7 @@ import safetensors
 
 from pipeline.errors import StoreError
 
-Kind = Literal[
-    "latents", "text", "masks", "pictures", "features", "diagnoses", "influences", "captions"
-]
+Kind = Literal["latents", "text", "masks", "pictures", "features", "diagnoses", "influences", "captions"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 

@@ -48,7 +48,10 @@ def test_a_recipe_with_a_model_survives_json() -> None:
             {"from": "model", "model": "owner/captioner", "when": "always", "suffix": ".caption"},
             "suffix requires when: missing, got when: always",
         ),
-        ({"from": "model", "model": "owner/captioner", "max_tokens": 0}, "max_tokens must be between 1 and 4096"),
+        (
+            {"from": "model", "model": "owner/captioner", "max_tokens": 0},
+            "max_tokens must be between 1 and 4096",
+        ),
         ({"from": "model", "model": "owner/captioner", "vocabulary": "tags.txt"}, "unknown key vocabulary"),
     ],
 )
