@@ -6,17 +6,24 @@ of the same prompt and seed, H and T are the held-out and the training images of
     learned   mean over h in H of cos(x, h) - cos(b, h)              prompts of the concept
     obeys     cos(x, text) - cos(b, text)                            prompts of the concept, other subjects
     drift     1 - cos(x, b)                                          prompts without the concept
+    copies    mean over own t in T of cos(x, t)                      captions of trained images
+              - mean over own h in H of cos(y, h)
+
+An image is a prompt's own if the prompt is its caption. A prompt with held-out images of its own has only
+these as its H in `learned`. In `copies`, y is a picture of the same step and seed for the caption of a
+held-out image. If no caption tells trained from held-out images, `copies` compares the closest ones:
+
     copies    max over T of cos(x, t) - max over H of cos(x, h)      prompts of the concept
               - mean over h in H of the same of h, with H without h
 
-If a prompt is the caption of held-out images, only these are its H in `learned`. docs/evaluation.md has the
-reasons and the sources.
+docs/evaluation.md has the reasons and the sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,13 +54,17 @@ SCORES: dict[str, Any] = {
 }
 """Columns of the scores, with one row per picture, scorer and number."""
 
+_STEP = ("step", "strength", "seed")
+"""Columns that pictures of two prompts have in common."""
+
 _ABSENT = {
     "learned": "learned needs held-out images of the concept and prompts with the role concept; set "
     "datasets[].validation_fraction",
     "obeys": "obeys needs a scorer that reads texts, such as clip",
     "drift": "drift needs prompts with the role base",
-    "copies": "copies needs two held-out images of the concept that are no near duplicates of each other; "
-    "raise datasets[].validation_fraction",
+    "copies": "copies needs captions of trained images as prompts with the role trained and captions of "
+    "held-out images as prompts with the role concept, or two held-out images with a caption that trained "
+    "images have too; use prompts: auto, and raise datasets[].validation_fraction",
 }
 """Reason by number for which no scorer has it."""
 
@@ -196,22 +207,55 @@ class _Pictures:
             drawn, base = (self._pictures[rows[name].to_numpy()] for name in ("row", "base_row"))
             if role == "base":
                 yield "drift", rows, 1 - (drawn * base).sum(axis=1)
+            if role not in ("concept", "other"):
                 continue
             if self._texts is not None:
                 yield "obeys", rows, (drawn - base) @ _unit(self._texts[str(prompt)])
-            if role != "concept":
-                continue
-
             held_out = _of_concept(self._held_out, str(concept))
-            training = _of_concept(self._training, str(concept))
-            own = [index for index in held_out if self._held_out.captions[index] == prompt]
-            if held_out:
-                images = self._held_out_images[own or held_out]
+            if role == "concept" and held_out:
+                images = self._held_out_images[_of_caption(self._held_out, held_out, str(prompt)) or held_out]
                 yield "learned", rows, ((drawn - base) @ images.T).mean(axis=1)
-            if held_out and training and (advantage := self._advantage(held_out, training)) is not None:
+        for (concept,), rows in self._table.group_by("concept"):
+            held_out, training = (
+                _of_concept(images, str(concept)) for images in (self._held_out, self._training)
+            )
+            if held_out and training:
+                yield from self._copies(rows, held_out, training)
+
+    def _copies(
+        self, rows: pl.DataFrame, held_out: list[int], training: list[int]
+    ) -> Iterator[tuple[str, pl.DataFrame, Floats]]:
+        """Yield rows of one concept's prompts with their scores of `copies`."""
+        trained: list[tuple[pl.DataFrame, list[int]]] = []
+        new: list[tuple[pl.DataFrame, list[int]]] = []
+        either: list[pl.DataFrame] = []
+        for (role, prompt), prompted in rows.sort("prompt").group_by("role", "prompt", maintain_order=True):
+            own_trained = _of_caption(self._training, training, str(prompt))
+            own_held_out = _of_caption(self._held_out, held_out, str(prompt))
+            if role == "trained" and own_trained and not own_held_out:
+                trained.append((prompted, own_trained))
+            elif role == "concept" and own_held_out and not own_trained:
+                new.append((prompted, own_held_out))
+            elif role == "concept" and bool(own_trained) == bool(own_held_out):
+                either.append(prompted)
+
+        if trained and new:
+            # In pairs, so that the interval covers the captions of both and their common seeds.
+            for (prompted, own), (others, own_of_others) in zip(trained, cycle(new), strict=False):
+                pairs = prompted.join(others.select(*_STEP, other_row="row"), on=_STEP, how="inner")
+                drawn, other = (self._pictures[pairs[name].to_numpy()] for name in ("row", "other_row"))
+                to_trained = (drawn @ self._training_images[own].T).mean(axis=1)
+                yield (
+                    "copies",
+                    pairs,
+                    to_trained - (other @ self._held_out_images[own_of_others].T).mean(axis=1),
+                )
+        elif either and (advantage := self._advantage(held_out, training)) is not None:
+            for prompted in either:
+                drawn = self._pictures[prompted["row"].to_numpy()]
                 nearest_trained = (drawn @ self._training_images[training].T).max(axis=1)
                 nearest_held_out = (drawn @ self._held_out_images[held_out].T).max(axis=1)
-                yield "copies", rows, nearest_trained - nearest_held_out - advantage
+                yield "copies", prompted, nearest_trained - nearest_held_out - advantage
 
     def _advantage(self, held_out: list[int], training: list[int]) -> float | None:
         """Return how much closer real images that were not trained on are to `training` than to `held_out`.
@@ -265,6 +309,10 @@ def _interval_of(rows: pl.DataFrame, values: Floats) -> Interval:
 
 def _of_concept(images: References, concept: str) -> list[int]:
     return [index for index, each in enumerate(images.concepts) if each == concept]
+
+
+def _of_caption(images: References, indices: list[int], caption: str) -> list[int]:
+    return [index for index in indices if images.captions[index] == caption]
 
 
 def _unit(features: Floats) -> Floats:

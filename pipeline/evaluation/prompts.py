@@ -3,6 +3,7 @@
 With `prompts: auto`, a recipe gets:
 
     concept   up to `NUM_CAPTIONS` captions of held-out images, and the trigger word alone
+    trained   as many captions of trained images
     other     `OTHER_SUBJECTS` in the form of the captions: with trigger word, prefix and postfix
     base      `BASE_PROMPTS`, without any of these
 """
@@ -121,12 +122,15 @@ def _automatic(recipe: Recipe, inputs: pl.DataFrame) -> Iterator[tuple[Evaluatio
     texts = set[str]()
     for concept, datasets in concepts_of(recipe).items():
         captions, trigger = datasets[0].captions, datasets[0].captions.trigger
-        learned = [*_captions(inputs, datasets), *([trigger] if trigger else [])]
+        rows = inputs.filter(pl.col("dataset").is_in([each.name for each in datasets]))
+        trained, held_out = (_captions(rows.filter(held_out=each)) for each in (False, True))
+        learned = [*(held_out or trained)[:NUM_CAPTIONS], *([trigger] if trigger else [])]
+        repeated = [each for each in trained if each not in held_out][: min(len(held_out), NUM_CAPTIONS)]
 
         # Without a trigger word, prefix or postfix, another subject would be a prompt of the base model.
         has_form = bool(trigger or captions.prefix or captions.postfix)
         others = [variants(captions, [subject])[0] for subject in OTHER_SUBJECTS] if has_form else []
-        roles: list[tuple[Role, list[str]]] = [("concept", learned), ("other", others)]
+        roles: list[tuple[Role, list[str]]] = [("concept", learned), ("trained", repeated), ("other", others)]
         for role, prompts in roles:
             for text in prompts:
                 if text not in texts:
@@ -137,15 +141,12 @@ def _automatic(recipe: Recipe, inputs: pl.DataFrame) -> Iterator[tuple[Evaluatio
             yield EvaluationPrompt(prompt=text, role="base"), NO_CONCEPT
 
 
-def _captions(inputs: pl.DataFrame, datasets: Iterable[DatasetSettings]) -> list[str]:
-    """Return captions of held-out images, or of trained ones if there is no holdout."""
-    rows = inputs.filter(pl.col("dataset").is_in([each.name for each in datasets]))
-    held_out = rows.filter("held_out")
-    chosen = rows if held_out.is_empty() else held_out
-    captions = chosen.select(pl.col("captions").list.first()).to_series().unique()
+def _captions(rows: pl.DataFrame) -> list[str]:
+    """Return the first captions of images, without repetitions."""
+    captions = rows.select(pl.col("captions").list.first()).to_series().unique()
 
     # By hash, so that neither names of files nor new images in the training set change the choice.
-    return sorted((each for each in captions if each), key=_position)[:NUM_CAPTIONS]
+    return sorted((each for each in captions if each), key=_position)
 
 
 def _position(caption: str) -> bytes:

@@ -29,7 +29,7 @@ NUMBERS = {
     "learned": "closer to held-out images than the base model",
     "obeys": "follows the prompt better than the base model",
     "drift": "distance from the base model's picture",
-    "copies": "closer to training images than to held-out ones",
+    "copies": "closer to trained images for their captions than to held-out ones for theirs",
 }
 """The numbers of a step, with the label of their axis."""
 

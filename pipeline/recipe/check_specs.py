@@ -463,8 +463,9 @@ OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "not_memorised",
-            "Pictures are closer to training images than to held-out ones by more than "
-            "evaluation.limits.copies, and the interval is completely above the limit.",
+            "Pictures for captions of trained images are closer to these images than pictures for captions "
+            "of held-out images are to theirs, by more than evaluation.limits.copies, and the interval is "
+            "completely above the limit.",
             "Publish an earlier step with `latentline export`, or train with fewer steps, a lower rank or "
             "more images.",
         ),

@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, Wrap
 from pipeline.recipe.preview_prompts import DrawnPrompt, LocalFile, PreviewPrompt
 from pipeline.recipe.settings import Settings, Violation, one_of, reject
 
-Role = Literal["concept", "other", "base"]
-"""What a prompt tests: the learned concept, other subjects in its style, or what must not change."""
+Role = Literal["concept", "trained", "other", "base"]
+"""What a prompt tests: the learned concept, whether trained images are repeated, other subjects in the
+concept's style, or what must not change."""
 
 SCORERS: dict[str, str] = {
     "dino": "facebook/dinov2-base",
@@ -42,9 +43,9 @@ class EvaluationPrompt(DrawnPrompt):
         "root.",
     )
     role: Role = Field(
-        description="concept: shows what was learned, and is compared with held-out images. other: another "
-        "subject, which must still follow its prompt. base: has nothing to do with the LoRA, and must not "
-        "change."
+        description="concept: shows what was learned, and is compared with held-out images. trained: the "
+        "caption of a trained image, which must not be repeated. other: another subject, which must still "
+        "follow its prompt. base: has nothing to do with the LoRA, and must not change."
     )
 
     def as_preview(self) -> PreviewPrompt:
@@ -58,7 +59,7 @@ def _check_prompt(value: object) -> Any:
     if isinstance(value, str):
         reject(
             f"a prompt of the evaluation must have a role, got {value!r}",
-            f"write {{prompt: {value!r}, role: concept}}, or the role other or base",
+            f"write {{prompt: {value!r}, role: concept}}, or the role trained, other or base",
         )
     return value
 
@@ -178,8 +179,9 @@ class LimitSettings(Settings):
         default=0.1,
         ge=0.0,
         le=2.0,
-        description="Largest excess of the similarity to the closest training image over the similarity to "
-        "the closest held-out image; exceeded if the 95% interval is completely above it.",
+        description="Largest excess of the similarity between pictures for captions of trained images and "
+        "these images over the same for held-out images; exceeded if the 95% interval is completely above "
+        "it.",
     )
 
 
@@ -190,8 +192,9 @@ class EvaluationSettings(Settings):
         default=(),
         json_schema_extra={"default": AUTO},
         description="auto, or a list of prompts with the keys of `training.sample_prompts` and a role. auto "
-        "takes prompts from the dataset: captions of the holdout and the trigger word (concept), other "
-        "subjects with the trigger word (other), and prompts without it (base).",
+        "takes prompts from the dataset: captions of the holdout and the trigger word (concept), as "
+        "many captions of trained images (trained), other subjects with the trigger word (other), and "
+        "prompts without it (base).",
     )
     pictures: int = Field(
         default=4,

@@ -191,7 +191,7 @@ ASSET_COLUMNS: dict[str, DeclaredColumns] = {
         "step": _int64("Step of the LoRA that the picture was drawn with."),
         "strength": _float64("Strength of the LoRA."),
         "prompt": _text("Prompt of the picture."),
-        "role": _text('Role of the prompt: "concept", "other" or "base".'),
+        "role": _text('Role of the prompt: "concept", "trained", "other" or "base".'),
         "concept": _text("Concept that the prompt tests: a trigger word or a dataset; empty for base."),
         "seed": _int64("Seed of the first noise."),
         "scorer": _text("Scorer, as the recipe names it."),

@@ -31,7 +31,7 @@ def test_a_short_run_has_truth_loss_and_scores_of_every_step(tmp_path: Path) -> 
     assert all(line["validation_loss"] > 0 for line in lines)
     assert all(lines[0]["cpu_seconds"][part] > 0 for part in ("pictures", "features", "truth"))
     world, pixels = lines[1]["world"], lines[1]["pixels"]
-    assert set(world) == {"learned", "obeys", "drift", "copies"}
+    assert set(world) == {"learned", "obeys", "drift"}
     assert set(pixels) == set(world) - {"obeys"}
     assert (len(world["learned"]), len(world["learned"][0])) == (24, 4)
     assert not finished.choice("world").decided

@@ -110,5 +110,9 @@ def test_plan_counts_the_pictures_and_their_time(trained: Project) -> None:
 
     auto = forecast_pictures(RecipeEntries(evaluated_recipe(trained, prompts="auto", steps="last")), valid)
     assert auto is not None
-    held_out = prepared(recipe).inputs.filter("held_out")["captions"].list.first().n_unique()
-    assert (auto.steps, auto.prompts) == (1, min(NUM_CAPTIONS, held_out) + len(BASE_PROMPTS))
+    inputs = prepared(recipe).inputs
+    held_out, rest = (
+        inputs.filter(held_out=each)["captions"].list.first().n_unique() for each in (True, False)
+    )
+    captions = min(NUM_CAPTIONS, held_out) + min(NUM_CAPTIONS, held_out, rest)
+    assert (auto.steps, auto.prompts) == (1, captions + len(BASE_PROMPTS))

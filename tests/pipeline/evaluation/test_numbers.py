@@ -36,21 +36,22 @@ def _mean(measured: Measured, step: int, number: str) -> float:
 
 
 def test_all_numbers_agree_with_a_loop_over_pictures() -> None:
-    roles = {"concept": ["a zorp", "my zorp"], "other": ["a cat"], "base": ["a house", "a tree"]}
+    roles = {
+        "concept": ["a zorp", "my zorp"],
+        "trained": ["red zorp"],
+        "other": ["a cat"],
+        "base": ["a house", "a tree"],
+    }
     pictures = _random_pictures(roles)
     texts = {prompt: RANDOM.normal(size=5) for prompts in roles.values() for prompt in prompts}
     held_out = references(RANDOM.normal(size=(4, 5)), captions=["my zorp", "b", "my zorp", "c"])
-    training = references(RANDOM.normal(size=(6, 5)))
+    training = references(RANDOM.normal(size=(4, 5)), captions=["red zorp", "d", "red zorp", "e"])
     measured = measure([scored(pictures, texts=texts, held_out=held_out, training=training)])
 
     base = {
         (each["role"], each["prompt"], each["seed"]): each["feature"] for each in pictures if not each["step"]
     }
-    real = [
-        max(_cos(image, other) for other in training.features)
-        - max(_cos(image, other) for place, other in enumerate(held_out.features) if place != index)
-        for index, image in enumerate(held_out.features)
-    ]
+    drawn_at = {(each["step"], each["prompt"], each["seed"]): each["feature"] for each in pictures}
     for step in (10, 20):
         expected: dict[str, list[float]] = {number: [] for number in NUMBERS}
         for each in pictures:
@@ -60,15 +61,18 @@ def test_all_numbers_agree_with_a_loop_over_pictures() -> None:
             if each["role"] == "base":
                 expected["drift"].append(1 - _cos(drawn, before))
                 continue
+            if each["role"] == "trained":
+                new = drawn_at[step, "my zorp", each["seed"]]
+                trained = [_cos(drawn, training.features[index]) for index in (0, 2)]
+                untrained = [_cos(new, held_out.features[index]) for index in (0, 2)]
+                expected["copies"].append(sum(trained) / 2 - sum(untrained) / 2)
+                continue
             text = texts[each["prompt"]]
             expected["obeys"].append(_cos(drawn, text) - _cos(before, text))
             if each["role"] == "concept":
                 own = held_out.features[[0, 2]] if each["prompt"] == "my zorp" else held_out.features
                 closer = [_cos(drawn, image) - _cos(before, image) for image in own]
                 expected["learned"].append(sum(closer) / len(closer))
-                nearest = max(_cos(drawn, image) for image in training.features)
-                nearest -= max(_cos(drawn, image) for image in held_out.features)
-                expected["copies"].append(nearest - sum(real) / len(real))
         for number in NUMBERS:
             assert _mean(measured, step, number) == pytest.approx(np.mean(expected[number]), abs=1e-5), number
 
@@ -82,7 +86,49 @@ def test_scores_have_one_row_per_picture_and_number() -> None:
     assert measured.scores["picture"].n_unique() == 12
 
 
-def test_drawing_only_training_images_is_copying_and_drawing_new_ones_is_not() -> None:
+def test_pictures_for_a_caption_that_equal_its_trained_image_are_copies() -> None:
+    """An image has the content of its caption, and details that no caption names."""
+    random = np.random.default_rng(4)
+    contents = {caption: random.normal(size=16) for caption in [*"abcdef", *"uvwxyz"]}
+
+    def images(captions: str) -> Any:
+        return [contents[caption] + random.normal(0, 0.5, 16) for caption in captions]
+
+    training, held_out = images("abcdef"), images("uvwxyz")
+    pictures = [
+        {"step": step, "prompt": caption, "seed": seed, "role": role, "feature": feature}
+        for role, captions in (("trained", "abcdef"), ("concept", "uvwxyz"))
+        for caption in captions
+        for seed in range(4)
+        for step, feature in (
+            (0, random.normal(size=16)),
+            (10, images(caption)[0]),
+            (20, training["abcdef".index(caption)] if role == "trained" else images(caption)[0]),
+        )
+    ]
+    measured = measure(
+        [
+            scored(
+                pictures,
+                held_out=references(held_out, captions="uvwxyz"),
+                training=references(training, captions="abcdef"),
+            )
+        ]
+    )
+
+    # A picture for a held-out caption is closer to that image than to any trained one, also of step 20.
+    healthy, memorised = (each.copies for each in measured.steps)
+    assert healthy is not None
+    assert memorised is not None
+    assert healthy.low is not None
+    assert healthy.high is not None
+    assert healthy.low < 0 < healthy.high
+    assert memorised.low is not None
+    assert memorised.low > 0.1
+    assert memorised.cells == 24
+
+
+def test_with_one_caption_for_all_images_repeating_trained_ones_is_copying() -> None:
     random = np.random.default_rng(5)
 
     def images(number: int) -> Any:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
 import pytest
 
 from pipeline.cache.recipe_entries import RecipeEntries
@@ -49,10 +50,35 @@ def test_concept_prompts_are_captions_of_the_holdout_and_do_not_change_with_the_
     assert {*chosen} <= held_out
 
 
+def test_as_many_captions_of_trained_images_show_whether_these_are_repeated(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(sizes={"64x64": 12}, datasets={"photos": {"validation_fraction": 0.4}})
+    table = project.job().inputs.table
+    held_out, trained = (
+        {captions[0] for captions in table.filter(held_out=each)["captions"]} for each in (True, False)
+    )
+    prompts = prompts_of(project)
+    assert 0 < len(held_out) < len(trained)
+    assert len(texts(prompts, "trained")) == len(texts(prompts, "concept")) == len(held_out)
+    assert {*texts(prompts, "trained")} <= trained
+
+
+def test_a_caption_of_all_images_is_a_prompt_once(make_project: Callable[..., Project]) -> None:
+    project = make_project(sizes={"64x64": 12}, datasets={"photos": {"validation_fraction": 0.4}})
+    one_caption = project.job().inputs.table.with_columns(captions=pl.lit(["a zorp"]))
+    recipe = project.recipe.model_copy(update={"evaluation": EvaluationSettings()})
+    prompts = evaluation_prompts(recipe, RecipeEntries(recipe), one_caption)
+    assert [each.prompt.caption for each in prompts if each.role == "concept"] == ["a zorp"]
+    assert not [each for each in prompts if each.role == "trained"]
+
+
 def test_without_a_holdout_captions_of_trained_images_are_prompts(
     make_project: Callable[..., Project],
 ) -> None:
-    chosen = texts(prompts_of(make_project()), "concept")
+    prompts = prompts_of(make_project())
+    assert texts(prompts, "trained") == []
+    chosen = texts(prompts, "concept")
     assert len(chosen) == NUM_CAPTIONS
     assert all(text.startswith("photograph ") for text in chosen)
 

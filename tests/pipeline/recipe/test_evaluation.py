@@ -71,7 +71,7 @@ def test_references_of_prompts_are_relative_to_the_project(tmp_path: Path) -> No
         (
             {"prompts": [{**ROSE, "role": "style"}]},
             "evaluation.prompts[0].role",
-            "concept, other or base",
+            "concept, trained, other or base",
             "use",
         ),
         (
