@@ -137,6 +137,23 @@ class Browser:
         if not clicked:
             raise LookupError(f"the page does not show {text!r}")
 
+    def fill(self, selector: str, text: str) -> None:
+        """Type a text into the first field that matches a CSS selector, in place of its content."""
+        found = request(f"{self._session}/element", {"using": "css selector", "value": selector})["value"]
+        address = f"{self._session}/element/{next(iter(found.values()))}"
+        request(f"{address}/clear", {})
+        request(f"{address}/value", {"text": text})
+
+    def emulate(self, *, scheme: str, width: int, height: int = 900) -> None:
+        """Choose a light or dark scheme and the size of the window."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        for command, values in (
+            ("Emulation.setEmulatedMedia", {"features": [feature]}),
+            ("Emulation.setDeviceMetricsOverride", size),
+        ):
+            request(f"{self._session}/goog/cdp/execute", {"cmd": command, "params": values})
+
     def screenshot(self, file: Path) -> None:
         """Save the window as a PNG of at most `MAX_SCREENSHOT_BYTES`, with as many colours as fit."""
         time.sleep(1.0)  # animations

@@ -1,6 +1,23 @@
-"""A check of the pages in a browser, without axe-core, which no installed package has."""
+"""Checks of the pages in a browser: axe-core, and what its release here does not find or only suspects."""
 
 from __future__ import annotations
+
+from importlib.resources import files
+
+from tools.docs.browser import Browser
+
+_FINDINGS = """
+return axe.run(document, {resultTypes: ['violations']}).then(result => result.violations
+  .filter(each => ['serious', 'critical'].includes(each.impact))
+  .map(each => `${each.id}: ${each.nodes[0].html.slice(0, 120)} (${each.nodes.length})`));
+"""
+
+
+def problems(browser: Browser) -> list[str]:
+    """Return a line for each problem of the open page, from axe-core those that are serious or critical."""
+    browser.run(files("axe_core_python").joinpath("axe.min.js").read_text("utf-8"))
+    return [*browser.run(_FINDINGS), *browser.run(PROBLEMS)]
+
 
 PROBLEMS = r"""
 const problems = [];

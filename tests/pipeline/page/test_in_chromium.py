@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import uvicorn
@@ -19,10 +20,11 @@ from pipeline.page.server import application
 from pipeline.page.static import write_page
 from pipeline.reporting.findings import Finding, write_findings
 from pipeline.storage.atomic import write_text
-from tests.pipeline.page.accessibility import PROBLEMS
+from tests.pipeline.page.accessibility import problems
 from tests.pipeline.page.test_static import EVIL
-from tests.pipeline.page.trained import add_preview, recipes_of
-from tools.docs.browser import Browser, browsing, free_port, missing, request
+from tests.pipeline.page.trained import add_drawing, add_preview, recipes_of
+from tests.waiting import until
+from tools.docs.browser import Browser, browsing, free_port, missing
 
 TOKEN = "token"
 
@@ -60,24 +62,12 @@ def add_hostile_images_and_run(page: Any) -> None:
     page.add_run("bbbb", began_s=2_000_000, prompt=EVIL, optimizer={"kind": EVIL[:20]})
 
 
-def use(browser: Browser, *, scheme: str, width: int) -> None:
-    """Choose light or dark and the width of the window."""
-
-    def command(name: str, **values: Any) -> None:
-        request(f"{browser.session}/goog/cdp/execute", {"cmd": name, "params": values})
-
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    command("Emulation.setEmulatedMedia", features=[feature])
-    sizes = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    command("Emulation.setDeviceMetricsOverride", **sizes)
-
-
 def check(browser: Browser, address: str) -> None:
     """Open a page in light, dark and narrow windows, and verify it; an open alert fails every command."""
     for scheme, width in (("light", 1280), ("dark", 400)):
-        use(browser, scheme=scheme, width=width)
+        browser.emulate(scheme=scheme, width=width)
         browser.open(address)
-        assert browser.run(PROBLEMS) == [], (address, scheme, width)
+        assert problems(browser) == [], (address, scheme, width)
     for script in (
         "return document.querySelectorAll('img[onerror], [onclick], img[src=x]').length",
         # Pictures that are not loaded yet are not complete.
@@ -92,6 +82,7 @@ def test_hostile_names_run_nothing_and_pages_are_accessible(page: Any, tmp_path:
         browser.open(f"{url}/?token={TOKEN}")
         assert browser.run("return location.href") == f"{url}/"
         pages = ("", "small/", "small/dataset", "small/dataset?show=rejected", "small/results", "small/runs")
+        pages += ("small/recipe", f"small/sample?{urlencode({'id': 'd/<img src=x onerror=alert(3)>.png'})}")
         for end in pages:
             check(browser, f"{url}/{end}")
         check(browser, f"file://{write_page(page.folder.recipe)}")
@@ -119,3 +110,54 @@ def test_a_button_publishes_a_step_and_shows_what_the_command_has_printed(page: 
         browser.open(f"{url}/small/runs?token={TOKEN}")
         browser.click("Publish in lora/")
         browser.wait_for("the LoRA of step 4 is damaged", seconds=120)
+
+
+def test_a_preview_opens_with_a_slider_before_and_after_zoom_and_keys(page: Any, tmp_path: Path) -> None:
+    layout = page.add_run("aaaa", began_s=1_000_000)
+    for number, prompt in enumerate(("a rose", "a <b>tulip</b>")):
+        for step in (0, 2, 4):
+            add_preview(layout, step, prompt, number)
+    shown = "const v = document.querySelector('dialog.viewer'); return "
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/small/?token={TOKEN}")
+        browser.run("document.querySelectorAll('#previews-table a')[0].click()")
+        browser.wait_for("step 0", "a rose", "Keys: left")
+        assert problems(browser) == []
+
+        def press(key: str) -> None:
+            browser.run(
+                "document.querySelector('dialog .stage').dispatchEvent("
+                f"new KeyboardEvent('keydown', {{key: {json.dumps(key)}, bubbles: true}}))"
+            )
+
+        press("ArrowRight")
+        browser.wait_for("step 2")
+        press("ArrowDown")
+        browser.wait_for("a <b>tulip</b>", "step 2")
+        press("b")
+        browser.wait_for("a <b>tulip</b> (left step 0, right step 2)")
+        assert "inset" in browser.run(f"{shown} v.querySelectorAll('.stage img')[1].style.clipPath")
+        press("+")
+        # The picture is loaded before its size is known.
+        width = f"{shown} v.querySelectorAll('.stage img')[1].clientWidth"
+        until(lambda: browser.run(width) == 64)
+        press("+")
+        assert browser.run(width) == 128
+        browser.run("document.querySelector('dialog button').click()")
+        assert browser.run(f"{shown} v.open") is False
+
+
+def test_a_typed_prompt_stays_when_the_page_changes(page: Any, tmp_path: Path) -> None:
+    layout = page.add_run("aaaa", began_s=1_000_000)
+    write_text(layout.checkpoints / "step-00000002" / "lora.json", "{}")
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/small/?token={TOKEN}")
+        browser.fill("textarea[name=prompt]", "a rose in the rain")
+        browser.run("document.activeElement.blur()")
+        write_text(layout.checkpoints / "step-00000004" / "lora.json", "{}")
+        add_drawing(page, "001", "a drawing that appears")
+        browser.wait_for("a drawing that appears")
+        assert (
+            browser.run("return document.querySelector('textarea[name=prompt]').value")
+            == "a rose in the rain"
+        )
