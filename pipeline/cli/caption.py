@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, echo, log_to_stderr
+from pipeline.cli.json_output import give
 from pipeline.cli.optional_stage import run_stage
 from pipeline.cli.sample import STOPPED_STATUS
 from pipeline.errors import RecipeError
@@ -94,3 +95,4 @@ def _export(recipe: Recipe, folder: Path) -> None:
 
     number = export_captions(recipe, folder)
     echo(f"{number:,} captions written below {folder}")
+    give({"folder": folder, "captions": number})
