@@ -11,12 +11,12 @@ from dagster import (
     DagsterRunStatus,
     DefaultSensorStatus,
     RunFailureSensorContext,
+    RunRequest,
     RunsFilter,
     RunStatusSensorContext,
     SensorDefinition,
     SensorEvaluationContext,
     SensorResult,
-    SkipReason,
     run_failure_sensor,
     run_status_sensor,
     sensor,
@@ -40,6 +40,9 @@ WILL_RETRY_TAG = "dagster/will_retry"
 _MAX_COMPARED = 100
 """Maximum number of earlier runs in which the previous one with the same assets is searched."""
 
+_MAX_NAMES = 3
+"""Maximum number of names in a title."""
+
 RECIPES_S = 60
 """Seconds between two searches for recipes that were excluded."""
 
@@ -57,12 +60,12 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends what failed, where and its fix to LATENTLINE_WEBHOOK.",
     )
-    def failure_alerts(context: RunFailureSensorContext) -> SkipReason | None:
+    def failure_alerts(context: RunFailureSensorContext) -> list[RunRequest] | None:
         run = context.dagster_run
         if not is_recipe_run(run, context.repository_def) or run.tags.get(WILL_RETRY_TAG) == "true":
             return None  # this tick goes on with the next run
         send(failure_alert(context.instance, run, recipes), address)
-        return _sent(run)
+        return _sent(context)
 
     @run_status_sensor(
         name=f"{location.prefix}warning_alerts",
@@ -70,13 +73,13 @@ def alert_sensors(
         default_status=DefaultSensorStatus.RUNNING,
         description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
     )
-    def warning_alerts(context: RunStatusSensorContext) -> SkipReason | None:
+    def warning_alerts(context: RunStatusSensorContext) -> list[RunRequest] | None:
         run = context.dagster_run
         alert = warning_alert(context.instance, run) if is_recipe_run(run, context.repository_def) else None
         if alert is None:
             return None
         send(alert, address)
-        return _sent(run)
+        return _sent(context)
 
     @sensor(
         name=f"{location.prefix}recipe_alerts",
@@ -95,10 +98,12 @@ def alert_sensors(
     return [failure_alerts, warning_alerts, recipe_alerts]
 
 
-def _sent(run: DagsterRun) -> SkipReason:
+def _sent(context: RunStatusSensorContext) -> list[RunRequest]:
     # With a result, Dagster stores the cursor and leaves further runs to the next tick. With None, it would
-    # evaluate all of them before it stores anything.
-    return SkipReason(f"sent an alert about run {run.run_id}")
+    # evaluate all of them before it stores anything. A SkipReason would have to be alone in its tick, and
+    # each run before this one that got None has a reaction in it.
+    context.log.info(f"sent an alert about run {context.dagster_run.run_id}")
+    return []
 
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
@@ -119,7 +124,7 @@ def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[
 def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:
     """Return the mistakes of recipes."""
     problems = [Problem(each.error.what, each.error.where, each.error.fix) for each in broken]
-    title = f"excluded until repaired: {', '.join(each.name for each in broken)}"
+    title = f"excluded until repaired: {_listed([each.name for each in broken])}"
     return Alert(title, "error", problems=problems)
 
 
@@ -179,4 +184,11 @@ def _title(run: DagsterRun) -> str:
     if run.job_name != HIDDEN_JOB:
         return run.job_name
     keys = sorted(key.to_user_string() for key in run.asset_selection or ())
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "") or run.job_name
+    return _listed(keys) or run.job_name
+
+
+def _listed(names: Sequence[str]) -> str:
+    # Services refuse long messages.
+    return ", ".join(names[:_MAX_NAMES]) + (
+        f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    )

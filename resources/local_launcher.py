@@ -124,7 +124,8 @@ class AccelerateLauncher(ConfigurableResource):
                 if is_training and self.concurrent_trainings > 1:
                     place = places.get()
                     stack.callback(places.put, place)
-                    variables |= own_gpus(place, used.num_processes, os.environ.get(GPUS_VARIABLE))
+                    visible = os.environ.get(GPUS_VARIABLE, _gpus_of_machine())
+                    variables |= own_gpus(place, used.num_processes, visible)
                 variables |= stack.enter_context(_session(context, log))
                 output = ForwardedOutput(Path(folder) / "output.txt")
                 status = _run_watched(
@@ -154,7 +155,7 @@ def own_gpus(place: int, number: int, visible: str | None) -> dict[str, str]:
     Args:
         place: Number of the training among those that run at the same time, from 0.
         number: Number of its processes on this machine.
-        visible: Value of `GPUS_VARIABLE` for this process; None if it is not set.
+        visible: GPUs that this process may use, as in `GPUS_VARIABLE`; None if nothing lists them.
 
     Raises:
         LaunchError: The variable lists too few GPUs.
@@ -165,11 +166,18 @@ def own_gpus(place: int, number: int, visible: str | None) -> dict[str, str]:
     listed = [str(each) for each in range(end)] if visible is None else visible.split(",")
     if len(listed) < end:
         raise LaunchError(
-            f"training {place + 1} at the same time has no GPU to itself: {GPUS_VARIABLE} is {visible}",
+            f"training {place + 1} at the same time has no GPU to itself: the visible GPUs are {visible}",
             where="launcher.concurrent_trainings",
             fix=f"lower it to {len(listed) // number} or less, or list more GPUs in {GPUS_VARIABLE}",
         )
     return {GPUS_VARIABLE: ",".join(listed[first:end])}
+
+
+def _gpus_of_machine() -> str | None:
+    # A process that is shown a GPU that does not exist would train on the CPU. NVIDIA's driver for Linux has
+    # this folder; without it, the number is not known, because only launched processes import torch.
+    folder = Path("/proc/driver/nvidia/gpus")
+    return ",".join(str(each) for each in range(len(list(folder.iterdir())))) if folder.is_dir() else None
 
 
 @contextmanager

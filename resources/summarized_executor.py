@@ -122,7 +122,8 @@ def _record_cancellation(instance: DagsterInstance, run_id: str) -> None:
     # away must not prevent the stop.
     with suppress(Exception):
         run = instance.get_run_by_id(run_id)
-        if run is not None and COMMAND_TAG in run.tags:
+        # A re-execution has the tags of its parent, but the daemon or the UI has started it.
+        if run is not None and COMMAND_TAG in run.tags and run.parent_run_id is None:
             # Undocumented: the public way to cancel a run is a request to the process that executes it.
             instance.report_run_canceling(run, f"{run.tags[COMMAND_TAG]} was stopped by a signal.")
 

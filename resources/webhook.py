@@ -33,8 +33,8 @@ RETRY_DELAYS_S = (1.0, 2.0)
 
 MAX_PROBLEMS = 5
 
-# Discord refuses messages of more than 2,000 characters.
-MAX_CHARACTERS = 1_800
+# Discord refuses messages of more than 2,000 characters, title included.
+MAX_CHARACTERS, MAX_TITLE_CHARACTERS = 1_600, 300
 
 _HOSTS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
 _TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
@@ -101,7 +101,7 @@ def send(
         raise WebhookError(
             f"the alert {alert.title!r} was not sent: {reasons[-1]}",
             where=f"{WEBHOOK_VARIABLE}, host {urlsplit(url).hostname}",
-            fix=f"correct the address in {WEBHOOK_VARIABLE}, then restart the code server"
+            fix=f"if the address in {WEBHOOK_VARIABLE} is wrong, correct it and restart the code server"
             + (f"; run {alert.run_id} has the details" if alert.run_id else ""),
         )
 
@@ -160,7 +160,8 @@ def _safe(alert: Alert) -> Alert:
         Problem(*(printable_lines(without_secrets(part)) for part in (each.what, each.where, each.fix)))
         for each in alert.problems[:MAX_PROBLEMS]
     ]
-    return Alert(printable_lines(alert.title), alert.level, alert.run_id, alert.job, problems)
+    title = printable_lines(alert.title)[:MAX_TITLE_CHARACTERS]
+    return Alert(title, alert.level, alert.run_id, alert.job, problems)
 
 
 def _text(alert: Alert) -> str:

@@ -24,6 +24,7 @@ from pipeline.sweep.halving import position
 from pipeline.sweep.scores import BY_IMAGE
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.export.lora_files import layout_file
+from pipeline.trained_lora.export.publish import read_finished, saved_lora
 from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
@@ -102,9 +103,12 @@ class VariantRun:
 
     def is_trained(self, step: int, *, measured: bool) -> bool:
         """Return whether `train` has nothing to launch."""
-        if step >= self.steps:
-            return read_record(self.layout.finished).get("steps", 0) >= self.steps
-        return self._is_saved(step, measured=measured) or self._trained_steps() > step
+        if step < self.steps:
+            return self._is_saved(step, measured=measured) or self._trained_steps() > step
+        name = self.job.recipe.name
+        finished = read_finished(self.layout, steps=self.steps, recipe_name=name)
+        saved = saved_lora(self.layout, run=self.job.run, steps=self.steps, recipe_name=name)
+        return finished is not None or saved is not None
 
     def request_stop(self) -> None:
         """Stop the training of the run after its current step with a checkpoint, if it is being trained."""

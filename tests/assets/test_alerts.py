@@ -89,7 +89,7 @@ def test_O17_M10_a_closed_gate_is_sent_with_what_where_and_fix(
     result = location.run()
     assert not result.success
     instance.add_run_tags(result.run_id, {ATTEMPT_TAG: "1 of 4"})
-    assert "sent" in str(location.evaluate("failure_alerts", result))
+    assert location.evaluate("failure_alerts", result) == [], "a result, which stores the cursor"
     (alert,) = server.bodies
     assert (alert["title"], alert["level"], alert["run_id"]) == (f"{JOB} failed", "error", result.run_id)
     (problem,) = alert["problems"]
@@ -126,6 +126,39 @@ def test_a_tick_sends_one_alert_and_stores_its_cursor(
             "fix": "start the same job again; finished work is kept",
         }
     ]
+
+
+def test_a_tick_with_runs_that_are_not_sent_and_one_that_is_sends_it_once(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
+) -> None:
+    """Dagster refuses a tick with a reaction to a run and a skip reason, and evaluates its runs again."""
+    location = Location(recipe, instance)
+    repository = location.definitions.get_repository_def()
+    cursors = dict.fromkeys(("failure_alerts", "warning_alerts"), "")
+
+    def tick(name: str) -> list[str]:
+        """Return the runs about which a tick of a sensor sends an alert."""
+        sent = len(server.bodies)
+        context = build_sensor_context(instance, cursor=cursors[name] or None, repository_def=repository)
+        cursors[name] = repository.get_sensor_def(name).evaluate_tick(context).cursor or ""
+        return [body["run_id"] for body in server.bodies[sent:]]
+
+    location.run()
+    for name in cursors:
+        assert tick(name) == []
+    nightly = repository.get_job(JOB)
+    again, failed = (
+        instance.create_run_for_job(nightly, tags={RECIPE_TAG: "flowers", **tags})
+        for tags in ({"dagster/will_retry": "true"}, {})
+    )
+    for run in (again, failed):
+        instance.report_run_failed(run, "it ended")
+    assert [tick("failure_alerts") for _ in range(2)] == [[failed.run_id], []]
+
+    location.run()
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    warned = location.run()
+    assert [tick("warning_alerts") for _ in range(2)] == [[warned.run_id], []]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +219,7 @@ def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(
     assert tick("two", "three") == ["excluded until repaired: three"]
     assert tick() == []
     assert tick("one") == ["excluded until repaired: one"]
+    assert tick("one", *"abcde") == ["excluded until repaired: a, b, c and 2 more"]
 
 
 def test_a_run_that_dagster_starts_again_is_not_sent(

@@ -58,7 +58,7 @@ def test_names_of_files_mention_nobody_hide_nothing_and_reveal_no_secret(server:
     hostile = Problem(
         "<!channel> ```\n@everyone \x1b[2J", "https://me:hunter22@host/a?sig=hunter22", "fix " * 1000
     )
-    alert = Alert("a <!here> b", "error", "0123", "job", [hostile])
+    alert = Alert("a <!here> b" + " and more" * 300, "error", "0123", "job", [hostile])
     for form in ("slack", "discord", "json"):
         send(alert, f"{form}+{server.url}")
     slack, discord, plain = server.bodies

@@ -32,6 +32,7 @@ from pipeline.sweep.concurrency import Concurrency
 from pipeline.sweep.stage import sweep
 from pipeline.sweep.variants import variants
 from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import plan_run
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.evaluation.evaluated import settings
@@ -199,6 +200,11 @@ def test_variants_that_are_trained_at_the_same_time_have_the_table_of_a_sweep_on
     assert events == ["0 before", "4 after", "4 before", "6 after"]
     assert result().table.equals(expected)
     assert len(events) == 4, "a sweep with nothing to train waits for no place"
+
+    for name in expected.filter(step=2)["run"]:
+        next(RunLayout(output / "runs" / name).exported.glob("*.safetensors")).unlink()
+    assert result().table.equals(expected)
+    assert events[4:] == ["6 before", "8 after"], "damaged results are trained again"
 
 
 class Killed(BaseException):
