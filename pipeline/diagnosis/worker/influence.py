@@ -13,7 +13,7 @@ times its influence, up to terms of second order. All weights of a LoRA are used
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ class Influences:
             return sample_losses(prediction, target, LossSettings(), micro.place_weights)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self) -> Generator[None]:
         self._engine.objective.set_training(False)
         try:
             yield

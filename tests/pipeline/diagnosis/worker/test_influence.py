@@ -19,6 +19,7 @@ from tests.pipeline.trained_lora.conftest import any_precision, one_thread
 from tests.pipeline.trained_lora.worker.engine_steps import inputs_of, one_step
 
 if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
     from tests.pipeline.trained_lora.project import Project
 
 __all__ = ["any_precision", "one_thread"]
@@ -126,6 +127,6 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _weighted(project: Project, weight: float) -> object:
+def _weighted(project: Project, weight: float) -> Recipe:
     datasets = [each.model_copy(update={"loss_weight": weight}) for each in project.recipe.datasets]
     return project.recipe.model_copy(update={"datasets": datasets})
