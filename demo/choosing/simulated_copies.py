@@ -1,9 +1,10 @@
-"""Simulated LoRAs that draw only their training pictures, or new ones: does `copies` tell them apart?
+"""Simulated LoRAs of one caption that draw their training pictures, or new ones: does `copies` see it?
 
     python -m demo.choosing.simulated_copies   # print the table in docs/evaluation.md
 
-The demo's base model does not memorise pictures within ten times the steps that teach it a concept, so the
-"pictures of a step" are training pictures with noise, or new pictures of the concept.
+A LoRA that the demo trained on six pictures with one caption memorised none of them, so the "pictures of a
+step" are training pictures with noise, or new pictures of the concept. demo.memorising has LoRAs that were
+trained on captions of their own, and memorised pictures.
 """
 
 from __future__ import annotations
