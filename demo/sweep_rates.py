@@ -13,8 +13,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from demo.forked_launch import ForkedLaunch
 from demo.sweep_report import proposals, read_lines
-from demo.sweeping import RESULTS, ForkedLaunch, demo_recipe, fill_cache
+from demo.sweeping import RESULTS, demo_recipe, fill_cache
 from pipeline.storage.tables import Tables
 from pipeline.sweep.range_test import find_learning_rate
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics

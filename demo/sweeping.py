@@ -16,13 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import runpy
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +24,15 @@ import polars as pl
 
 from demo.choosing.datasets import NAME, SHAPE, concept_pictures, study_datasets
 from demo.choosing.runs import Artist, StudyRun, study_recipe
+from demo.forked_launch import ForkedLaunch
 from demo.score import WorldScorer, score
 from demo.sweep_report import read_lines, report
 from demo.world import Array
 from pipeline.evaluation.prepare import Request, prepare_evaluation
 from pipeline.evaluation.report import shown_strength
 from pipeline.evaluation.stage import score_pictures
-from pipeline.processes.launch import (
-    PARENT_VARIABLE,
-    TRAINING_MODULE,
-    Meanwhile,
-    OutputFile,
-    launch_environment,
-    launch_error,
-)
-from pipeline.recipe import AccelerateSettings, Recipe, load_recipe
+from pipeline.processes.launch import TRAINING_MODULE
+from pipeline.recipe import Recipe, load_recipe
 from pipeline.recipe.overrides import with_values
 from pipeline.recipe.project import project_root
 from pipeline.reporting.reports import Stopwatch
@@ -94,52 +82,6 @@ _FIRST_TRUE_SEED = 100_000
 """Seeds of the truth start here; the evaluation uses none of them."""
 
 _SEEDS_PER_PROMPT = 1000
-
-_PRELOADED = ("diffusers", "peft", "pipeline.trained_lora.worker.loop")
-
-
-class ForkedLaunch:
-    """A `Launch` that forks a process with all libraries imported, because the imports take most of its time.
-
-    Attributes:
-        launches: Number of launches by module.
-    """
-
-    def __init__(self, settings: AccelerateSettings) -> None:
-        # The server imports torch, which reads the number of threads then.
-        os.environ |= {"OMP_NUM_THREADS": str(settings.cpu_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        self._settings = settings
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["demo.sweeping", *_PRELOADED])
-        self.launches = Counter[str]()
-
-    def __call__(self, module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
-        """See `Launch.__call__`."""
-        self.launches[module] += 1
-        with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-            error_file, output = Path(folder, "error.json"), Path(folder, "output.txt")
-            variables = launch_environment(self._settings, error_file)
-            process = self._context.Process(target=_run, args=(module, job_file, variables, output))
-            process.start()
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-                process.join()
-            finally:
-                process.kill()
-            if process.exitcode:
-                lines = OutputFile(output).lines()
-                raise launch_error(module, process.exitcode, output=lines, error_file=error_file)
-
-
-def _run(module: str, job_file: Path, variables: Mapping[str, str], output: Path) -> None:
-    """Run an entry module in this process, which was just forked."""
-    os.environ |= {**variables, PARENT_VARIABLE: str(os.getppid())}
-    with output.open("wb") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    sys.argv = [module, str(job_file)]
-    runpy.run_module(module, run_name="__main__")
 
 
 class StudyScorer(WorldScorer):
