@@ -14,6 +14,7 @@ from demo.memorising import (
     HEALTHY,
     OVERTRAINED,
     RESULTS_FILE,
+    SEEDS,
     Run,
     add_runs,
     is_copy,
@@ -88,7 +89,7 @@ def test_overtrained_loras_are_flagged_and_healthy_ones_are_not(results: list[di
     overtrained, healthy = (
         [result for result in results if result["kind"] == kind] for kind in (OVERTRAINED, HEALTHY)
     )
-    assert min(len(overtrained), len(healthy)) >= 7
+    assert len(overtrained) == len(healthy) == len(SEEDS)
     assert [result["passed"] for result in results] == [not is_flagged(result) for result in results]
     assert sum(map(is_flagged, overtrained)) >= MIN_FLAGGED * len(overtrained)
     assert all(is_flagged(result, 0.0) for result in overtrained)
