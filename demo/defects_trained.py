@@ -114,7 +114,7 @@ def watched(losses: Path, num_steps: int, names: Sequence[str]) -> list[str]:
     step = pl.col("step") - pl.col("step").mean()
     images = draws.group_by("image").agg(pl.col("residual").mean(), slope=(step * pl.col("residual")).sum())
     stuck = images.filter(pl.col("slope") >= 0).sort("residual", descending=True).head(TOP)
-    return [names[image] for image in stuck["image"].to_list()]
+    return [names[int(image)] for image in stuck["image"]]
 
 
 def report(found: Iterable[Result], results: Iterable[Result]) -> Iterator[str]:

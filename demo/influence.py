@@ -14,7 +14,7 @@ import argparse
 import copy
 import json
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -202,14 +202,19 @@ def report(results: Iterable[Result]) -> Iterator[str]:
         cells = (_text(*each["changes"][name]) for name in ("worst", "middle", "wrong"))
         yield f"| {each['seed']} | {' | '.join(cells)} |"
 
-    between = [spearmanr(left, right).statistic for left, right in combinations(_by_scene(results), 2)]
+    between = [_rank_correlation(left, right) for left, right in combinations(_by_scene(results), 2)]
     if between:
         yield ""
         yield f"the true changes of two seeds have a mean rank correlation of {mean(between):.2f}"
 
 
 def _correlation(result: Result, kind: str) -> float:
-    return float(spearmanr(result[kind], result["without_each"]).statistic)
+    return _rank_correlation(result[kind], result["without_each"])
+
+
+def _rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    correlation: Any = spearmanr(left, right)
+    return float(correlation.statistic)
 
 
 def _by_scene(results: Iterable[Result]) -> Iterator[list[float]]:

@@ -50,7 +50,7 @@ def write_idefics3(folder: Path, *, seed: int = 0) -> None:
         },
         vision_config=_VISION,
         image_token_id=ids[_IMAGE],
-        pad_token_id=ids[_PAD],
+        pad_token_id=ids[_PAD],  # pyright: ignore[reportCallIssue] - of the base class
         scale_factor=2,
     )
     _write_model(folder, Idefics3ForConditionalGeneration, config, ids, seed)

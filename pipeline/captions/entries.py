@@ -167,4 +167,5 @@ def same_request(dataset: DatasetSettings) -> CaptionSettings:
     """Return the settings that decide what the model writes; datasets with equal ones share a launch."""
     captions = dataset.captions
     names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype")
-    return type(captions)(**{"from": "model", **{name: getattr(captions, name) for name in names}})
+    values = {name: getattr(captions, name) for name in names}
+    return type(captions).model_validate({"from": "model", **values})

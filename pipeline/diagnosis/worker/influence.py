@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -150,7 +150,10 @@ class Influences:
         # fp16 has too few digits for small gradients.
         scaler = self._engine.accelerator.scaler
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        gradients = torch.autograd.grad(loss * scale, weights, allow_unused=True)
+        # Its annotation does not know of weights without a gradient.
+        gradients = cast(
+            "Sequence[Tensor | None]", torch.autograd.grad(loss * scale, weights, allow_unused=True)
+        )
         return [
             torch.zeros_like(weight) if each is None else each.float() / scale
             for each, weight in zip(gradients, weights, strict=True)
