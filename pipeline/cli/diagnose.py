@@ -20,7 +20,7 @@ _NUM_LEFT_OUT = 3
 """Default number of images that a training of --influence leaves out."""
 
 
-@click.command(short_help="Find captions that do not fit, or images that harm a trained LoRA.")
+@click.command(short_help="Find captions that do not fit, or images that do harm.")
 @click.argument("recipe", type=RECIPE_WITH_OUTPUTS)
 @click.option("--influence", is_flag=True, help="Find images of a trained run that harm its held-out loss.")
 @click.option("--run", help="Run for --influence: a folder name in runs/. By default the run of lora/.")

@@ -40,7 +40,10 @@ def repository(*recipes: Recipe) -> RepositoryDefinition:
 
 def metadata_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
     graph = repository(recipe).asset_graph
-    return {asset: dict(graph.get(AssetKey([recipe.name, asset])).metadata) for asset in ASSETS}
+    return {
+        asset: dict(graph.get(AssetKey([recipe.name, asset])).metadata)
+        for asset in (*ASSETS, *recipe.optional_assets)
+    }
 
 
 def test_the_columns_of_an_asset_are_the_ones_of_its_pandera_schema(tmp_path: Path) -> None:
@@ -108,7 +111,9 @@ def test_the_lineage_of_columns_leads_to_columns_that_the_stage_reads(tmp_path: 
 
 def test_every_source_of_a_derived_column_is_read(tmp_path: Path) -> None:
     """A misspelled source would be left out without a word."""
-    metadata = metadata_of(small_recipe(tmp_path, **SIDE_INPUTS))
+    first, second = SIDE_INPUTS["datasets"]
+    first = {**first, "captions": {"from": "model", "model": "owner/captioner"}}
+    metadata = metadata_of(small_recipe(tmp_path, datasets=[first, second]))
     for asset, derived in DERIVED_COLUMNS.items():
         for column, sources in derived.items():
             found = {source.partition(".")[2] for source in lineage(metadata, asset, column)}

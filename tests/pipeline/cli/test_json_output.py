@@ -174,7 +174,7 @@ def test_bad_entries_are_named_and_the_status_is_1(call: Call, job: Job) -> None
     completed = call("verify", "sample", "--json")
     assert completed.returncode == 1
     [bad] = document(completed)["bad"]
-    assert bad["problem"] == "entry missing"
+    assert bad["problem"] == "the entry is missing"
     repaired = call("verify", "sample", "--repair", "--json")
     assert (repaired.returncode, document(repaired)["still_bad"]) == (0, [])
 

@@ -185,7 +185,7 @@ def test_a_process_is_forked_with_a_gpu_unless_the_server_has_initialised_cuda(
     assert result["has_imported_torch"] == (not initialised), "Python has started again in the same process"
 
 
-USES_OF_CUDA = """
+USES_OF_CUDA = r"""
 import sys, torch, traceback
 uses = []
 

@@ -328,7 +328,7 @@ CASES: list[Case] = [
         (
             dataset(captions={"from": "filename", key: value}),
             f"datasets[0].captions.{key}",
-            f"{key} requires from: sidecar, got from: filename",
+            f"{key} requires from: sidecar or model, got from: filename",
             "from: sidecar",
         )
         for key, value in {

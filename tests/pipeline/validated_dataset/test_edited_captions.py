@@ -137,7 +137,7 @@ def test_a_link_to_a_file_outside_is_not_read(roses: Any, tmp_path: Path) -> Non
     assert row["reason"] == "caption_outside_dataset"
 
 
-def test_an_edit_without_image_is_a_warning_that_names_the_file(roses: Any) -> None:
+def test_C15_an_edit_without_image_is_a_warning_that_names_the_file(roses: Any) -> None:
     edit(roses, "d/a.png", "x")
     roses.validate()
     assert finding(roses, "edits_matched").passed
