@@ -223,6 +223,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         state = SensorState.from_cursor(context.cursor)
         try:
             current = _as_written(recipe)
+            if current.has_model_captions != recipe.has_model_captions:
+                # The run would have the steps of the job that the code server has loaded.
+                reason = "the recipe has other assets than this code location: reload the code location"
+                return SensorResult(skip_reason=reason, cursor=context.cursor)
             state, num_files = _list_files(state, watched_addresses(current))
         except RecipeError as err:
             return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)

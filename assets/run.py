@@ -72,29 +72,33 @@ def _run(
         traces = [traceback.format_exc().rstrip()] if REPORT in problem.fix else []
         write_parts([*traces, str(problem)], sys.stderr)
         if result_file is not None:
-            _write_result(Path(result_file), [problem], [])
+            write_result(Path(result_file), [problem], [])
         return FAILED_STATUS
 
     from resources.run_summary import write_summary
 
     write_summary(summary)
     if result_file is not None:
-        _write_result(Path(result_file), summary.problems, summary.results)
+        write_result(Path(result_file), summary.problems, summary.results)
     if summary.stopped:
         return STOPPED_STATUS
     return FAILED_STATUS if summary.problems else 0
 
 
-def _write_result(file: Path, problems: "Sequence[Problem]", results: "Sequence[RunResult]") -> None:
+def write_result(file: Path, problems: "Sequence[Problem]", results: "Sequence[RunResult]") -> None:
+    """Write problems, reports and failed checks of a run for `latentline run --json`."""
     from pipeline.escaping import without_secrets
+    from pipeline.recipe.check_specs import PATH_ISOLATION
     from pipeline.reporting.findings import read_failed_checks
 
     errors = [{name: without_secrets(text) for name, text in vars(problem).items()} for problem in problems]
     content: dict[str, Any] = {"errors": errors, "reports": {}, "checks": {}}
     for result in results:
         content["reports"] = dict(result.reports)
-        # The events name the assets that this run has checked. The files also have the samples.
-        assets = dict.fromkeys(check.asset for check in result.checks)
+        # The events name the assets that this run has checked; the files also have the samples. The isolation
+        # of paths is checked before the work of the first asset, whose file may be of an earlier run then.
+        checked = (check.asset for check in result.checks if check.name != PATH_ISOLATION.name)
+        assets = dict.fromkeys(checked)
         content["checks"] = {asset: read_failed_checks(result.output_dir, asset) for asset in assets}
     file.write_text(json.dumps(content, default=str), encoding="utf-8")
 

@@ -65,7 +65,7 @@ class RunSummary:
         problems: The problem of each failed step in order, or of what ended the run.
         stopped: True if the run was interrupted.
         recipe_lines: File and line of the recipe for each problem; empty for problems between two steps.
-        results: The results behind `numbers`, one for each recipe.
+        results: The results behind `numbers`, one for each recipe, also if the run was interrupted.
     """
 
     numbers: list[str]
@@ -196,18 +196,17 @@ def summarize_run(
         problem = stopped_problem(BETWEEN_STEPS, restart) if stopped else _problem_between_steps(ending)
         problems = [problem]
 
-    # Who stopped a run knows what it did; how to continue must not scroll away.
-    if stopped or problems_only:
+    if problems_only:
         return RunSummary([], list(dict.fromkeys(problems)), stopped, recipe_lines)
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     outcome = "failed" if problems else "done"
-    results = list(_run_results(events, recipes))
+    results = tuple(_run_results(events, recipes))
+    # Who stopped a run knows what it did; how to continue must not scroll away.
     numbers = [
-        f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}" for result in results
+        f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
+        for result in (() if stopped else results)
     ]
-    return RunSummary(
-        numbers, list(dict.fromkeys(problems)), recipe_lines=recipe_lines, results=tuple(results)
-    )
+    return RunSummary(numbers, list(dict.fromkeys(problems)), stopped, recipe_lines, results)
 
 
 def _recipe_line(event: DagsterEvent, recipes: Sequence[Recipe]) -> tuple[str, int] | None:
@@ -267,14 +266,15 @@ def _run_results(events: Sequence[DagsterEvent], recipes: Sequence[Recipe]) -> I
             elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
                 materialized.append(asset)
 
-        _fetch_reports(recipe, materialized)
+        checked = [f"{asset}_checks" for asset in dict.fromkeys(check.asset for check in checks)]
+        _fetch_reports(recipe, [*materialized, *checked])
         reports = {asset: read_report(recipe.output_dir, asset) for asset in materialized}
         written = {asset: report for asset, report in reports.items() if report is not None}
         if written or checks:
             yield RunResult(recipe.name, recipe.output_dir, written, checks)
 
 
-def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
+def _fetch_reports(recipe: Recipe, names: Sequence[str]) -> None:
     from pipeline.outputs.folder import outputs_of
     from pipeline.outputs.stage_files import report_file
 
@@ -282,7 +282,7 @@ def _fetch_reports(recipe: Recipe, assets: Sequence[str]) -> None:
     if isinstance(recipe.output_address, Url):
         # If the service does not answer, or the disk is full, the summary only lacks numbers of some steps.
         with suppress(LatentlineError, OSError):
-            outputs_of(recipe).fetch(*(report_file(asset) for asset in assets))
+            outputs_of(recipe).fetch(*(report_file(name) for name in names))
 
 
 def _check_result(event: DagsterEvent, asset: str) -> CheckResult:

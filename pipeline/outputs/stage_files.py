@@ -35,7 +35,9 @@ _BEFORE = {
     "aspect_buckets": ("raw_images", "validated_dataset"),
     "vae_latents": ("raw_images", "validated_dataset", "aspect_buckets"),
     "text_embeddings": ("raw_images", "validated_dataset"),
-    "diagnosis": ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
+    "diagnosis": (
+        *("raw_images", "captions", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
+    ),
     "trained_lora": (
         *("raw_images", "captions", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings"),
     ),

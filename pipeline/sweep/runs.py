@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import polars as pl
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.captions.stage import caption_images
 from pipeline.errors import LatentlineError, StoppedError, StoreError, SweepError
 from pipeline.log import Log, discard
 from pipeline.raw_images.stage import scan
@@ -36,6 +38,7 @@ from pipeline.trained_lora.run_folder import (
 )
 from pipeline.trained_lora.stage import plan_run, require_open_gates, train_part
 from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.edited_captions import FOLDER as EDITS_FOLDER
 from pipeline.validated_dataset.stage import validate
 
 if TYPE_CHECKING:
@@ -197,6 +200,9 @@ class Planner:
         log, known = self._log, self._tables
         stages = recipe.model_copy(update={"output_dir": folder})
         tables = Tables(folder, log=log)
+        # What a person has corrected is a part of the data.
+        if (edits := self._recipe.output_dir / EDITS_FOLDER).is_dir():
+            shutil.copytree(edits, folder / EDITS_FOLDER, symlinks=True)
 
         def written(asset: str, result: StageResult) -> pl.DataFrame:
             tables.write(asset, result.table)
@@ -206,7 +212,11 @@ class Planner:
 
         # The recipe's own tables remember files and entries that are unchanged.
         raw = written("raw_images", scan(stages, known, log=log, remember=False))
-        valid = written("validated_dataset", validate(stages, raw, known, log=log, remember=False))
+        captions = None
+        if stages.has_model_captions:
+            captions = written("captions", caption_images(stages, raw, known, launch=self._launch, log=log))
+        validated = validate(stages, raw, known, log=log, written=captions, remember=False)
+        valid = written("validated_dataset", validated)
         buckets = written("aspect_buckets", assign_buckets(stages, valid, log=discard))
         latents = written("vae_latents", cache_latents(stages, buckets, known, launch=self._launch, log=log))
         text = written("text_embeddings", cache_text(stages, valid, known, launch=self._launch, log=log))

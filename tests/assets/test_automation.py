@@ -327,6 +327,11 @@ def test_O14_after_a_closed_gate_only_a_change_of_dataset_or_recipe_starts_a_run
     assert "settle" in ticks.evaluate()
     assert ticks.evaluate() == "run"
 
+    captions = {"from": "model", "model": "owner/captioner"}
+    of_model = {"name": "photos", "path": str(tmp_path / "data"), "captions": captions}
+    file.write_text(yaml.safe_dump({**values, "datasets": [of_model]}), encoding="utf-8")
+    assert "reload the code location" in ticks.evaluate(), "its job lacks the asset captions"
+
     file.write_text("datasets: [\n", encoding="utf-8")
     assert "the recipe has a mistake" in ticks.evaluate()
 

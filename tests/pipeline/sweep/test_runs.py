@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from demo.tiny_models.captioners import write_idefics3
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.fill import CAPTIONS_MODULE, WORKERS
 from pipeline.errors import GateClosedError
 from pipeline.log import discard
 from pipeline.sweep.runs import planner
 from pipeline.sweep.variants import variants
 from pipeline.trained_lora.stage import plan_run
+from pipeline.validated_dataset.edited_captions import edit_captions
 from tests.in_process_worker import InProcessLaunch
 from tests.pipeline.cached_job import Job, recipe_of
 
@@ -58,3 +60,29 @@ def test_a_variant_with_a_closed_gate_fails_alone(job: Job) -> None:
         assert planned.runs_of(first)
         with pytest.raises(GateClosedError, match="captions_present"):
             planned.runs_of(second)
+
+
+def test_a_variant_reads_captions_that_a_person_has_edited(job: Job) -> None:
+    sweeping = swept(job, {"datasets.photos.captions.prefix": ["", "a picture of "]})
+    latents, text = (job.tables.read(asset) for asset in ("vae_latents", "text_embeddings"))
+    edited = latents["sample_id"][0]
+    edit_captions(sweeping.recipe, edited, ["the words of a person"], discard)
+    with planner(sweeping.recipe, latents, text, launch=InProcessLaunch(), log=discard) as planned:
+        runs = [planned.runs_of(variant)[0] for variant in variants(sweeping.recipe)]
+    captions = [run.job.inputs.table.filter(sample_id=edited)["captions"][0].to_list() for run in runs]
+    assert captions[1] == ["a picture of the words of a person"]
+    assert captions[0] == ["the words of a person"], "also the variant with the recipe's own value"
+
+
+def test_a_variant_has_the_captions_that_a_model_writes(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "captioner").mkdir()
+    write_idefics3(tmp_path / "captioner")
+    captions = {"from": "model", "model": str(tmp_path / "captioner"), "max_tokens": 4, "when": "always"}
+    sweeping = swept(job, {"latents.flip": [False, True]}, captions=captions)
+    latents, text = (job.tables.read(asset) for asset in ("vae_latents", "text_embeddings"))
+    launch = InProcessLaunch()
+    with planner(sweeping.recipe, latents, text, launch=launch, log=discard) as planned:
+        runs = [planned.runs_of(variant)[0] for variant in variants(sweeping.recipe)]
+    assert launch.modules.count(CAPTIONS_MODULE) == 1, "the variants share the captions"
+    written = [run.job.inputs.table.sort("sample_id")["captions"].to_list() for run in runs]
+    assert written[0] == written[1] != []
