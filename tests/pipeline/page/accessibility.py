@@ -34,7 +34,7 @@ for (const h of document.querySelectorAll('h1, h2, h3, h4')) {
   if (Number(h.tagName[1]) > level + 1) say('skipped level', h);
   level = Number(h.tagName[1]);
 }
-for (const i of document.images) if (!i.getAttribute('alt')) say('no alternative text', i);
+for (const i of document.images) if (!i.hidden && !i.getAttribute('alt')) say('no alternative text', i);
 for (const s of document.querySelectorAll('svg:not([aria-hidden])')) {
   if (s.getAttribute('role') !== 'img' || !s.getAttribute('aria-label')) say('no text', s);
 }
