@@ -34,13 +34,14 @@ def main() -> None:
             importlib.import_module(f"{module}.__main__").import_libraries()
 
     has_gpu = _has_gpu()
+    server = os.getpid()
     # The collector of a forked process would write to each object, and so copy the memory of all imports.
     gc.freeze()
     while line := sys.stdin.buffer.readline():
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _become_process(order, answers, has_gpu=has_gpu)
+            _become_process(order, answers, server, has_gpu=has_gpu)
             return
         _, status = os.waitpid(pid, 0)
         unfinished = Path(f"{order['status_file']}.unfinished")
@@ -49,7 +50,7 @@ def main() -> None:
     end_now(0)
 
 
-def _become_process(order: Mapping[str, Any], answers: int, *, has_gpu: bool) -> None:
+def _become_process(order: Mapping[str, Any], answers: int, server: int, *, has_gpu: bool) -> None:
     """Take over environment and output of the job in this forked process, and run its entry module."""
     # First, because the run waits for the answer, and then looks for processes of this session.
     os.setsid()
@@ -57,7 +58,8 @@ def _become_process(order: Mapping[str, Any], answers: int, *, has_gpu: bool) ->
     os.close(answers)
 
     os.environ.update(order["variables"])
-    os.environ[PARENT_VARIABLE] = str(os.getppid())
+    # Not os.getppid(): the server may have been killed since the fork.
+    os.environ[PARENT_VARIABLE] = str(server)
     output = os.open(order["output"], os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, sys.stdin), (output, sys.stdout), (output, sys.stderr)):
