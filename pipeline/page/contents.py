@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from pipeline.page.runs import Run, difference, loss_charts, more_charts, preview_grid
 from pipeline.page.stages import read_stages
 from pipeline.reporting.reports import read_report
@@ -18,6 +20,7 @@ from pipeline.trained_lora.pictures.prepare import PICTURES_FOLDER
 from pipeline.trained_lora.previews import PROMPT_KEY
 
 if TYPE_CHECKING:
+    from pipeline.page.dataset import Dataset
     from pipeline.recipe import Recipe
 
 RESULT_PICTURES = {
@@ -33,8 +36,9 @@ RESULT_PICTURES = {
     "diagnosis": {
         "worst.jpg": "Images whose caption does not fit, next to images whose caption fits better",
     },
+    "influence": {},
 }
-"""Pictures in the folders of the optional stages, with the text that describes them."""
+"""Pictures in the folders of the optional results, with the text that describes them."""
 
 NUMBERS = ("learned", "obeys", "drift", "copies")
 """Numbers of an evaluation, in the order of their columns."""
@@ -118,13 +122,17 @@ def run_rows(runs: Sequence[Run], start: int, number: int) -> list[dict[str, Any
     ]
 
 
-def result_contents(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of the sections evaluation, sweep, diagnosis and card; None for absent ones."""
-    results = {asset: read_report(recipe.output_dir, asset) for asset in RESULT_PICTURES}
+def result_contents(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
+    """Return the values of the sections of `RESULT_PICTURES` and of the LoRA's card."""
+    found = {name: read_report(recipe.output_dir, name) for name in RESULT_PICTURES}
+    results = {name: report for name, report in found.items() if report is not None}
+    named = {row["sample_id"] for report in results.values() for row in report.get("worst", ())}
+    rows = dataset.shown(dataset.kept.filter(pl.col("sample_id").is_in(named)))
     folder = recipe.output_dir / LORA_FOLDER
     return {
-        "results": {asset: report for asset, report in results.items() if report is not None},
-        "result_pictures": {asset: _pictures(recipe, asset) for asset in RESULT_PICTURES},
+        "results": results,
+        "result_pictures": {name: _pictures(recipe, name) for name in RESULT_PICTURES},
+        "thumbnails": {row["sample_id"]: row["thumbnail"] for row in rows},
         "numbers": NUMBERS,
         "card": _text(folder / CARD_FILE),
         "lora_files": sorted(folder.glob("*.safetensors")),

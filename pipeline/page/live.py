@@ -199,10 +199,10 @@ def recipe_page(recipe: Recipe, **more: Any) -> str:
 
 
 def results_page(recipe: Recipe, **more: Any) -> str:
-    """Return the page with evaluation, sweep, diagnosis and the LoRA."""
-    results = result_contents(recipe)
-    names = [name for name in ("evaluation", "sweep", "diagnosis") if name in results["results"]]
-    return _page("results", recipe, Linked(recipe), sections=("lora", *names), **results, **more)
+    """Return the page with evaluation, sweep, diagnosis, influence and the LoRA."""
+    results = result_contents(recipe, cached_dataset(recipe))
+    sections = ("lora", *results["results"])
+    return _page("results", recipe, Linked(recipe), sections=sections, **results, **more)
 
 
 def runs_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:

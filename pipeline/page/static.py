@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.outputs.folder import outputs_of
-from pipeline.page.contents import Limits, result_contents, run_rows, training_contents
+from pipeline.page.contents import RESULT_PICTURES, Limits, result_contents, run_rows, training_contents
 from pipeline.page.dataset import read_dataset, reasons
 from pipeline.page.pictures import Embedded
 from pipeline.page.render import render, template_text
@@ -34,14 +34,13 @@ SECTIONS = {
     "evaluation": "Evaluation",
     "sweep": "Sweep",
     "diagnosis": "Diagnosis",
+    "influence": "Influence of images",
     "runs": "Runs",
     "lora": "LoRA",
 }
-"""Headings by the name of their template; sections of optional stages appear if they have a report."""
+"""Headings by the name of their template; sections of optional results appear if they have a report."""
 
 _SHOWN_SUFFIXES = (".json", ".jsonl", ".md", ".png", ".jpg")
-
-_OPTIONAL = ("evaluation", "sweep", "diagnosis")
 
 
 def page_path(output_dir: Path) -> Path:
@@ -70,9 +69,9 @@ def write_page(recipe: Recipe) -> Path:
     limits = Limits()
     dataset = read_dataset(recipe)
     runs = read_runs(recipe.output_dir)
-    results = result_contents(recipe)
+    results = result_contents(recipe, dataset)
     rejected = dataset.rejected.group_by("reason", maintain_order=True).head(MAX_PER_REASON)
-    names = [name for name in SECTIONS if name not in _OPTIONAL or name in results["results"]]
+    names = [name for name in SECTIONS if name not in RESULT_PICTURES or name in results["results"]]
     text = render(
         "static.html",
         recipe=recipe,

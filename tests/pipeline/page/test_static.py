@@ -108,6 +108,22 @@ def test_a_run_that_was_stopped_shows_its_step(page: Any) -> None:
     assert "stopped, step 4 of 9" in Read(write_page(page.folder.recipe)).text
 
 
+def test_images_that_do_harm_have_picture_estimate_and_whether_a_training_left_them_out(page: Any) -> None:
+    page.ingest()
+    worst = [
+        {"sample_id": "d/rose.png", "caption": "a red rose", "estimate": -0.0123},
+        {"sample_id": "d/gone.png", "caption": "a violet", "estimate": -0.001},
+    ]
+    left_out = {"images": ["d/rose.png"], "change": -0.02, "low": -0.03, "high": -0.01}
+    report = {"run": "aaaa", "from_step": 4, "why": "the held-out loss is lower", "worst": worst}
+    write_report(page.out, "influence", {**report, "without": left_out})
+    read = Read(write_page(page.folder.recipe))
+    words = " ".join(read.text.split())
+    for row in ("d/rose.png a red rose-1.23%yes", "d/gone.png a violet-0.10%no", "Influence of images"):
+        assert row in words
+    assert read.alternatives.count("") == 1, "the image that is gone has no picture"
+
+
 def test_names_captions_prompts_and_messages_run_nothing_and_load_nothing(page: Any) -> None:
     page.folder.add("evil.png", caption=EVIL)
     page.folder.add("<script>alert(2)<!--.png", caption=EVIL * 50)
@@ -130,10 +146,12 @@ def test_names_captions_prompts_and_messages_run_nothing_and_load_nothing(page: 
     )
     worst = {"sample_id": EVIL, "caption": EVIL, "better_caption": EVIL, "score": 1.5}
     write_report(page.out, "diagnosis", {"why": EVIL, "worst": [worst]})
+    worst = {"sample_id": EVIL, "caption": EVIL, "estimate": -0.5}
+    write_report(page.out, "influence", {"why": EVIL, "run": EVIL, "from_step": 4, "worst": [worst]})
 
     path = write_page(page.folder.recipe)
     read = Read(path)
-    assert read.text.count("<script>alert(") > 12, "the texts are shown"
+    assert read.text.count("<script>alert(") > 16, "the texts are shown"
     assert "script" not in read.tags
     assert all(address.startswith("data:image/") for address in read.pictures)
     assert all(link.startswith("#") for link in read.links)
