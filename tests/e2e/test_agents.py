@@ -97,8 +97,8 @@ def test_an_agent_finds_the_cause_of_a_closed_gate_and_cannot_train_past_it(cach
 
         location = client.call("list_code_locations")[0]["name"]
         run = client.call("launch_job", job_name="small_cache", repository_location=location)
-        assert until(lambda: status_of(client, run["runId"])) == "FAILURE"
-        summary = str(client.call("get_run_failure_summary", run_id=run["runId"]))
+        assert until(lambda: status_of(client, run["run"]["runId"])) == "FAILURE"
+        summary = str(client.call("get_run_failure_summary", run_id=run["run"]["runId"]))
         assert "captions_present" in summary
         assert "photo1" in summary
 
@@ -108,7 +108,7 @@ def test_an_agent_finds_the_cause_of_a_closed_gate_and_cannot_train_past_it(cach
             repository_location=location,
             asset_keys=["small/trained_lora"],
         )
-        assert until(lambda: status_of(client, alone["runId"])) == "FAILURE"
+        assert until(lambda: status_of(client, alone["run"]["runId"])) == "FAILURE"
         assert not list(cached.out.glob("lora/*.safetensors"))
 
 
