@@ -222,11 +222,8 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
         state = SensorState.from_cursor(context.cursor)
         try:
+            # The run too plans its steps from the recipe in the file: Dagster loads the code again for it.
             current = _as_written(recipe)
-            if current.has_model_captions != recipe.has_model_captions:
-                # The run would have the steps of the job that the code server has loaded.
-                reason = "the recipe has other assets than this code location: reload the code location"
-                return SensorResult(skip_reason=reason, cursor=context.cursor)
             state, num_files = _list_files(state, watched_addresses(current))
         except RecipeError as err:
             return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)
@@ -249,7 +246,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
             if active_run is not None:
                 skip_reason = f"run {active_run} of this recipe is in progress: waiting for its end"
             else:
-                succeeded, failed = _ended_runs(context.instance, recipe, job_name, state.since)
+                succeeded, failed = _ended_runs(context.instance, current, job_name, state.since)
                 state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
         cursor = json.dumps(asdict(state))
         if skip_reason is not None:

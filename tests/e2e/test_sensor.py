@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import pytest
 from dagster import DagsterInstance
 from dagster._core.scheduler.instigation import InstigatorTick, TickStatus
 
+from demo.tiny_models.captioners import write_blip2
 from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
 
 NUM_ARRIVING = 8
@@ -107,3 +109,37 @@ def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_ne
         )
         assert any(settling.fullmatch(reason) for reason in reasons), reasons
     assert "recipe bad is excluded" in log.read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "recache",
+    [{"cron": None, "on_change": True, "settle_s": 5}, {"cron": "* * * * *", "on_change": False}],
+    ids=["sensor", "schedule"],
+)
+def test_without_a_reload_a_run_has_the_steps_of_the_edited_recipe(
+    cached, tmp_path: Path, recache: dict[str, object]
+) -> None:
+    """The code server, which is not reloaded, has a job without the asset captions."""
+    cached.recipe(recache={**recache, "enabled": True})
+    write_blip2(tmp_path / "captioner")
+    home, log, socket = make_home(tmp_path / "home"), tmp_path / "daemon.log", tmp_path / "socket"
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+    location = {"host": "localhost", "socket": str(socket), "location_name": "latentline"}
+    workspace = tmp_path / "workspace.yaml"
+    workspace.write_text(json.dumps({"load_from": [{"grpc_server": location}]}), encoding="utf-8")
+    server = cached.command("api", "grpc", "-m", "assets.definitions", "--socket", str(socket))
+    daemon = [sys.executable, "-m", "dagster._daemon", "run", "-w", str(workspace)]
+    with (
+        DagsterInstance.from_config(str(home)) as instance,
+        running(server, environment=environment, cwd=tmp_path, log=tmp_path / "server.log"),
+    ):
+        until(socket.exists, "the code server", seconds=120, log=tmp_path / "server.log")
+        captions = {"from": "model", "model": str(tmp_path / "captioner")}
+        dataset = {"name": "photos", "path": str(cached.data), "captions": captions}
+        cached.recipe(recache={**recache, "enabled": True}, datasets=[dataset])
+        with running(daemon, environment=environment, cwd=tmp_path, log=log):
+            until(lambda: succeeded(instance, 1), "a run", seconds=240, log=log)
+        (run,) = runs_of(instance)
+        assert "small__captions" in {stats.step_key for stats in instance.get_run_step_stats(run.run_id)}
