@@ -156,7 +156,7 @@ class SensorState:
 
         Args:
             succeeded: Id of a successful run that was created after `since`; None if there is none.
-            failed: Runs created after `since` that ended without success, the newest first.
+            failed: Runs that began after `since` and ended without success, the last one first.
             now: The time, in seconds since the epoch.
         """
         handled = replace(self, handled=self.seen)
@@ -311,13 +311,15 @@ def _ended_runs(
 ) -> tuple[str | None, list[EndedRun]]:
     """Return a successful run of the recipe that began after `since`, and failed runs of its cache job.
 
-    A run of only some assets up to the cache is neither.
+    The failed run that ended last is the first one. A run of only some assets up to the cache is neither.
     """
     filters = RunsFilter(tags={RECIPE_TAG: recipe.name})
     failed: dict[str, EndedRun] = {}
-    for record in instance.get_run_records(filters, limit=_MAX_RUNS):  # the newest first
+    # Dagster sorts by creation, but a run may have waited in the queue until a newer one had ended.
+    records = sorted(instance.get_run_records(filters, limit=_MAX_RUNS), key=_ended_s, reverse=True)
+    for record in records:
         if _began_s(record) < since:
-            break
+            continue
 
         # The run that a retry continues may have scanned the files before they changed.
         run, first = record.dagster_run, _continued(instance, record)
@@ -330,7 +332,7 @@ def _ended_runs(
         if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS and attempt not in failed:
             failed[attempt] = EndedRun(
                 run.run_id,
-                record.end_time or record.update_timestamp.timestamp(),
+                _ended_s(record),
                 is_cancelled=run.status == DagsterRunStatus.CANCELED,
                 has_closed_gate=not failed and has_closed_gate(instance, run.run_id),
             )
@@ -340,6 +342,10 @@ def _ended_runs(
 def _began_s(record: RunRecord) -> float:
     # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
     return record.start_time or record.end_time or record.create_timestamp.timestamp()
+
+
+def _ended_s(record: RunRecord) -> float:
+    return record.end_time or record.update_timestamp.timestamp()
 
 
 def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:

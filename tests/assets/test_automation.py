@@ -286,6 +286,37 @@ def test_O14_a_retry_of_a_run_before_the_change_does_not_count(
     assert ticks.evaluate() == "run"
 
 
+@pytest.mark.parametrize("end", ["PIPELINE_SUCCESS", "PIPELINE_FAILURE"])
+def test_O14_a_run_that_waited_in_the_queue_counts_although_a_newer_one_ended_before_the_change(
+    tmp_path: Path, instance: DagsterInstance, end: str
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    waiting = ticks.record("flowers_cache", DagsterRunStatus.NOT_STARTED)
+    newer = ticks.record("flowers_cache", DagsterRunStatus.NOT_STARTED)
+
+    def report(run: str, *events: str) -> None:
+        for kind in events:
+            instance.report_dagster_event(DagsterEvent(event_type_value=kind, job_name="flowers_cache"), run)
+
+    report(newer, "PIPELINE_START", "PIPELINE_SUCCESS")
+    assert "settle" in ticks.evaluate()
+    report(waiting, "PIPELINE_START", end)
+    assert f"run {waiting}" in ticks.evaluate()
+
+
+def test_O14_of_two_failed_runs_the_one_that_ended_last_decides_the_next_attempt(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    assert "settle" in ticks.evaluate()
+    waiting = ticks.record("flowers_cache", DagsterRunStatus.NOT_STARTED)
+    ticks.record("flowers_cache", DagsterRunStatus.FAILURE)
+    instance.report_dagster_event(
+        DagsterEvent(event_type_value="PIPELINE_FAILURE", job_name="flowers_cache"), waiting
+    )
+    assert f"run {waiting} failed: attempt 3 of 4" in ticks.evaluate()
+
+
 def test_O14_trainings_that_fail_are_no_attempts(tmp_path: Path, instance: DagsterInstance) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.evaluate()
