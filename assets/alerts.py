@@ -31,8 +31,8 @@ from resources.failures import Problem, has_closed_gate
 from resources.run_summary import summarize_run
 from resources.webhook import Alert, send, webhook
 
-RETRY_NUMBER_TAG = "dagster/retry_number"
-"""Tag of a run that Dagster has started again by itself."""
+AUTO_RETRY_TAG = "dagster/auto_retry_run_id"
+"""Tag of a failed run with the id of the run by which Dagster has started it again."""
 
 WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
@@ -112,13 +112,23 @@ def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[
     problems = summarize_run(instance, run.run_id, recipes, problems_only=True).problems
     title = f"{_title(run)} failed"
     # A run that a person executes again has the tags of the first one.
-    is_manual = run.parent_run_id is not None and RETRY_NUMBER_TAG not in run.tags
-    attempt = None if is_manual else run.tags.get(ATTEMPT_TAG)
+    attempt = None if _is_manual(instance, run) else run.tags.get(ATTEMPT_TAG)
     # After a closed gate, only a change starts the next run.
     if attempt is not None and not has_closed_gate(instance, run.run_id):
         number, _, last = attempt.partition(" of ")
         title += f", attempt {attempt}" + (": no further one follows" if number == last else "")
     return Alert(title, "error", run.run_id, run.job_name, problems)
+
+
+def _is_manual(instance: DagsterInstance, run: DagsterRun) -> bool:
+    """Return whether a person has executed the run, or the one that it repeats, again."""
+    while run.parent_run_id is not None:
+        parent = instance.get_run_by_id(run.parent_run_id)
+        # The UI copies the tags of a run, so only the one of its parent tells who has started it.
+        if parent is None or parent.tags.get(AUTO_RETRY_TAG) != run.run_id:
+            return True
+        run = parent
+    return False
 
 
 def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:

@@ -61,7 +61,11 @@ IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
 
 # Undocumented: no public names. Dagster sets the first for re-executions "from failure", by hand or by
 # `run_retries`, and the second for "from asset failure".
-_FROM_FAILURE_TAGS = ("dagster/is_resume_retry", "dagster/is_asset_resume_retry")
+_FROM_FAILURE_TAG, _FROM_ASSET_FAILURE_TAG = "dagster/is_resume_retry", "dagster/is_asset_resume_retry"
+
+# Undocumented, for steps of a run that somebody selects and executes again. The UI copies the tags of that
+# run, except `_FROM_FAILURE_TAG`.
+_SELECTED_STEPS_TAG = "dagster/step_selection"
 
 _MAX_RUNS = 100
 """Number of a recipe's newest runs among which a tick looks for the ones since a change."""
@@ -350,13 +354,18 @@ def _ended_s(record: RunRecord) -> float:
 
 def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:
     """Return the first of the runs that a run continues from their failed steps, or else the run itself."""
-    while any(record.dagster_run.tags.get(tag) == "true" for tag in _FROM_FAILURE_TAGS):
+    while _is_from_failure(record.dagster_run):
         parent = record.dagster_run.parent_run_id
         parent_record = None if parent is None else instance.get_run_record_by_id(parent)
         if parent_record is None:
             break
         record = parent_record
     return record
+
+
+def _is_from_failure(run: DagsterRun) -> bool:
+    is_copied = _SELECTED_STEPS_TAG in run.tags
+    return _FROM_FAILURE_TAG in run.tags or (_FROM_ASSET_FAILURE_TAG in run.tags and not is_copied)
 
 
 def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:

@@ -178,20 +178,29 @@ def test_M10_an_alert_of_a_run_of_the_sensor_says_whether_another_attempt_follow
     assert failure_alert(instance, run, [recipe]).title == title
 
 
-@pytest.mark.parametrize(("tags", "attempt"), [({}, ""), ({"dagster/retry_number": "1"}, ", attempt 3 of 4")])
+@pytest.mark.parametrize(
+    ("by_dagster", "attempt"),
+    [((True,), ", attempt 3 of 4"), ((False,), ""), ((True, False), ""), ((False, True), "")],
+    ids=["by Dagster", "by a person", "then by a person", "by a person first"],
+)
 def test_an_alert_of_a_run_that_a_person_executed_again_has_no_attempt(
-    recipe: Recipe, instance: DagsterInstance, tags: dict[str, str], attempt: str
+    recipe: Recipe, instance: DagsterInstance, by_dagster: tuple[bool, ...], attempt: str
 ) -> None:
     job = Location(recipe, instance).definitions.resolve_job_def(JOB)
-    first = instance.create_run_for_job(job)
-    again = instance.create_run_for_job(
-        job,
-        status=DagsterRunStatus.FAILURE,
-        tags={RECIPE_TAG: "flowers", ATTEMPT_TAG: "3 of 4", **tags},
-        root_run_id=first.run_id,
-        parent_run_id=first.run_id,
-    )
-    assert failure_alert(instance, again, [recipe]).title == f"{JOB} failed{attempt}"
+    run = instance.create_run_for_job(job, tags={RECIPE_TAG: "flowers", ATTEMPT_TAG: "3 of 4"})
+    for is_automatic in by_dagster:
+        parent, tags = run.run_id, run.tags
+        # The UI copies all tags to a run of selected steps.
+        run = instance.create_run_for_job(
+            job,
+            status=DagsterRunStatus.FAILURE,
+            tags={**tags, "dagster/retry_number": "1"} if is_automatic else tags,
+            root_run_id=run.root_run_id or run.run_id,
+            parent_run_id=parent,
+        )
+        if is_automatic:
+            instance.add_run_tags(parent, {"dagster/auto_retry_run_id": run.run_id})
+    assert failure_alert(instance, run, [recipe]).title == f"{JOB} failed{attempt}"
 
 
 def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(

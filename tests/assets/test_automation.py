@@ -266,6 +266,34 @@ def test_O14_retries_are_part_of_one_attempt_and_may_succeed(
     assert "nothing has changed since run" in ticks.evaluate()
 
 
+def test_O14_selected_steps_of_a_retry_are_no_success(tmp_path: Path, instance: DagsterInstance) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    first = ticks.record("flowers_cache", DagsterRunStatus.FAILURE)
+    last_assets = [AssetKey(["flowers", name]) for name in ("vae_latents", "text_embeddings")]
+    job = ticks.repository.get_job("flowers_cache").get_subset(asset_selection=frozenset(last_assets))
+    again = instance.create_run_for_job(
+        job,
+        asset_selection=frozenset(last_assets),
+        parent_run_id=first,
+        root_run_id=first,
+        status=DagsterRunStatus.FAILURE,
+        tags={RECIPE_TAG: "flowers", "dagster/is_asset_resume_retry": "true"},
+    )
+    step = "flowers__text_embeddings"
+    instance.create_run_for_job(
+        job,
+        execution_plan=create_execution_plan(job, step_keys_to_execute=[step]),
+        asset_selection=frozenset(last_assets),
+        parent_run_id=again.run_id,
+        root_run_id=first,
+        status=DagsterRunStatus.SUCCESS,
+        # The UI copies the other ones.
+        tags={**again.tags, "dagster/step_selection": step},
+    )
+    assert "failed: attempt 2 of 4" in ticks.evaluate()
+
+
 def test_O14_a_retry_of_a_run_before_the_change_does_not_count(
     tmp_path: Path, instance: DagsterInstance
 ) -> None:
