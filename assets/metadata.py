@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -324,6 +325,8 @@ def _printable(value: Any) -> Any:
     """Return a JSON value with escapes for control characters in its texts and names."""
     if isinstance(value, str):
         return printable_lines(value)
+    if isinstance(value, float):
+        return _finite(value)
     if isinstance(value, Mapping):
         return {_printable(name): _printable(item) for name, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -339,8 +342,13 @@ def _cell(value: Any) -> str | int | float | bool:
     if value is None:
         return ""
     if isinstance(value, float):
-        return _rounded(value)
-    return value if isinstance(value, int | float | bool) else printable_lines(str(value))
+        return _finite(_rounded(value))
+    return value if isinstance(value, int | bool) else printable_lines(str(value))
+
+
+def _finite(value: float) -> float | str:
+    # JSON has no such numbers: the UI would leave out the row of a table, or the entry.
+    return value if math.isfinite(value) else str(value)
 
 
 def _rounded(value: float) -> float:

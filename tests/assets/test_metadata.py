@@ -137,6 +137,17 @@ def test_a_table_accepts_rows_with_missing_columns_and_values_of_any_type() -> N
     ]
 
 
+def test_the_ui_can_parse_tables_and_json_with_numbers_that_are_not_finite() -> None:
+    nan, infinite = float("nan"), float("inf")
+    report = {"loss": nan, "rows": [{"loss": nan, "step": 1}], "plan": {"norm": [infinite]}}
+    metadata = report_metadata(report)
+    rows = metadata["rows"]
+    assert isinstance(rows, TableMetadataValue)
+    assert rows.records[0].data == {"loss": "nan", "step": 1}
+    assert metadata["plan"].value == {"norm": ["inf"]}
+    assert isinstance(metadata["loss"], FloatMetadataValue), "Dagster's API returns null and the text"
+
+
 def test_a_table_states_that_buckets_are_height_x_width() -> None:
     value = table_metadata([{"bucket": "64x48", "samples": 3}])
     assert [column.name for column in value.schema.columns] == ["bucket (height x width)", "samples"]
