@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import unicodedata
-from typing import Any
+from typing import Any, cast
 
 _JOINERS = frozenset("\u200c\u200d")
 """Invisible characters that Persian and Indic texts and composed emoji need."""
@@ -76,13 +77,27 @@ def printable_lines(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return a JSON-serializable value as indented JSON that is safe to print."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    """Return a JSON-serializable value as indented JSON that is safe to print.
+
+    A number that is not finite is null.
+    """
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
 
     # JSON escapes the ASCII control characters only. Characters that reverse the direction of text remain.
     return "".join(
         letter if letter == "\n" or not _is_invisible(letter) else json.dumps(letter)[1:-1] for letter in text
     )
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no other numbers, and programs in other languages read no NaN.
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def _escaped(text: str) -> str:

@@ -52,6 +52,11 @@ def test_escaped_json_is_still_the_same_json(value: object) -> None:
     assert json.loads(json_text(value)) == value
 
 
+def test_a_number_that_is_not_finite_is_null_in_json() -> None:
+    numbers = {"losses": [0.5, float("nan")], "norm": (float("inf"), -float("inf"))}
+    assert json.loads(json_text(numbers)) == {"losses": [0.5, None], "norm": [None, None]}
+
+
 PIECES = [
     *"\\\\\\`````~~![]()<>|*_#&;:'\"@/.^$ {}=+-\t\n",
     *(
