@@ -1,7 +1,7 @@
 """Alerts: sensors that send failed runs, new warnings and broken recipes to `LATENTLINE_WEBHOOK`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dagster import (
     AssetCheckSeverity,
@@ -11,6 +11,7 @@ from dagster import (
     DagsterRunStatus,
     DefaultSensorStatus,
     RunFailureSensorContext,
+    RunRecord,
     RunRequest,
     RunsFilter,
     RunStatusSensorContext,
@@ -22,7 +23,7 @@ from dagster import (
     sensor,
 )
 
-from assets.automation import is_recipe_run
+from assets.automation import continued_runs, is_recipe_run
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from pipeline.errors import counted
@@ -140,11 +141,12 @@ def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:
 
 def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
     """Return the warnings of a run that the previous run of its job did not have; None without such."""
-    warnings = _warnings(instance, run.run_id)
-    if not warnings:
-        return None
     record = instance.get_run_record_by_id(run.run_id)
     assert record is not None  # the sensor has its event
+    runs = continued_runs(instance, record)
+    warnings = _warnings(instance, runs)
+    if not warnings:
+        return None
 
     # Only earlier runs: a later one may have ended before the sensor reads this one.
     filters = RunsFilter(
@@ -153,13 +155,13 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
         tags=_recipe_tags(run),
         created_before=record.create_timestamp,
     )
-    # Runs that were selected by hand have one job, whatever their assets are.
-    earlier = [
-        each.dagster_run.run_id
-        for each in instance.get_run_records(filters, limit=_MAX_COMPARED)
-        if each.dagster_run.asset_selection == run.asset_selection
-    ]
-    known = _warnings(instance, earlier[0]).keys() if earlier else set[tuple[str, str]]()
+    known: Collection[tuple[str, str]] = ()
+    for each in instance.get_run_records(filters, limit=_MAX_COMPARED):
+        earlier = continued_runs(instance, each)
+        # Runs that were selected by hand have one job, whatever their assets are.
+        if earlier[0].dagster_run.asset_selection == runs[0].dagster_run.asset_selection:
+            known = _warnings(instance, earlier)
+            break
     new = [problem for check, problem in warnings.items() if check not in known]
     if not new:
         return None
@@ -171,22 +173,26 @@ def _recipe_tags(run: DagsterRun) -> dict[str, str]:
     return {RECIPE_TAG: run.tags[RECIPE_TAG]} if RECIPE_TAG in run.tags else {}
 
 
-def _warnings(instance: DagsterInstance, run_id: str) -> dict[tuple[str, str], Problem]:
-    """Return the failed warnings of a run by asset and check."""
+def _warnings(instance: DagsterInstance, runs: Sequence[RunRecord]) -> dict[tuple[str, str], Problem]:
+    """Return the failed warnings by asset and check, after a run and the ones that it continues."""
     warnings: dict[tuple[str, str], Problem] = {}
-    # Undocumented: no public call returns the events of one run.
-    for entry in instance.all_logs(run_id, of_type=DagsterEventType.ASSET_CHECK_EVALUATION):
-        assert entry.dagster_event is not None
-        evaluation = entry.dagster_event.asset_check_evaluation_data
-        if evaluation.passed or evaluation.severity != AssetCheckSeverity.WARN:
-            continue
-        texts = {name: str(value.value) for name, value in evaluation.metadata.items()}
-        asset = evaluation.asset_key.to_user_string()
-        warnings[asset, evaluation.check_name] = Problem(
-            texts.get("summary", evaluation.check_name),
-            f"{asset}, check {evaluation.check_name}",
-            texts.get("fix", "see the check in Dagster's UI"),
-        )
+    for record in runs:
+        # Undocumented: no public call returns the events of one run.
+        for entry in instance.all_logs(
+            record.dagster_run.run_id, of_type=DagsterEventType.ASSET_CHECK_EVALUATION
+        ):
+            assert entry.dagster_event is not None
+            evaluation = entry.dagster_event.asset_check_evaluation_data
+            asset = evaluation.asset_key.to_user_string()
+            if evaluation.passed or evaluation.severity != AssetCheckSeverity.WARN:
+                warnings.pop((asset, evaluation.check_name), None)
+                continue
+            texts = {name: str(value.value) for name, value in evaluation.metadata.items()}
+            warnings[asset, evaluation.check_name] = Problem(
+                texts.get("summary", evaluation.check_name),
+                f"{asset}, check {evaluation.check_name}",
+                texts.get("fix", "see the check in Dagster's UI"),
+            )
     return warnings
 
 

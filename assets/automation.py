@@ -326,7 +326,7 @@ def _ended_runs(
             continue
 
         # The run that a retry continues may have scanned the files before they changed.
-        run, first = record.dagster_run, _continued(instance, record)
+        run, first = record.dagster_run, continued_runs(instance, record)[0]
         if _began_s(first) < since:
             continue
         if run.status == DagsterRunStatus.SUCCESS and _caches_all(first.dagster_run, recipe):
@@ -352,15 +352,16 @@ def _ended_s(record: RunRecord) -> float:
     return record.end_time or record.update_timestamp.timestamp()
 
 
-def _continued(instance: DagsterInstance, record: RunRecord) -> RunRecord:
-    """Return the first of the runs that a run continues from their failed steps, or else the run itself."""
-    while _is_from_failure(record.dagster_run):
-        parent = record.dagster_run.parent_run_id
+def continued_runs(instance: DagsterInstance, record: RunRecord) -> list[RunRecord]:
+    """Return a run, and before it the runs that it continues from their failed steps, the first one first."""
+    runs = [record]
+    while _is_from_failure(runs[0].dagster_run):
+        parent = runs[0].dagster_run.parent_run_id
         parent_record = None if parent is None else instance.get_run_record_by_id(parent)
         if parent_record is None:
             break
-        record = parent_record
-    return record
+        runs.insert(0, parent_record)
+    return runs
 
 
 def _is_from_failure(run: DagsterRun) -> bool:

@@ -21,7 +21,7 @@ from dagster import (
 )
 from PIL import Image
 
-from assets.alerts import failure_alert
+from assets.alerts import failure_alert, warning_alert
 from assets.definitions import build_definitions
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.errors import RecipeError
@@ -273,6 +273,39 @@ def test_a_warning_is_sent_if_a_later_run_ended_before_the_sensor_read_it(
     location.evaluate("warning_alerts", new)
     location.evaluate("warning_alerts", later)
     assert [alert["run_id"] for alert in server.bodies] == [new.run_id]
+
+
+@pytest.mark.parametrize("by_assets", [False, True], ids=["from failure", "from asset failure"])
+def test_a_warning_of_a_run_that_a_retry_continues_is_sent_once(
+    recipe: Recipe, instance: DagsterInstance, tmp_path: Path, by_assets: bool
+) -> None:
+    location, caption = Location(recipe, instance), tmp_path / "data" / "rose.txt"
+    location.run()
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    caption.unlink()
+    failed = location.run()
+    assert not failed.success, "after the step of raw_images, which has the warning"
+
+    job = location.definitions.resolve_job_def(JOB)
+    failed_assets = frozenset({AssetKey(["flowers", "validated_dataset"])}) if by_assets else None
+    tag = "dagster/is_asset_resume_retry" if by_assets else "dagster/is_resume_retry"
+    retry = instance.create_run_for_job(
+        job.get_subset(asset_selection=failed_assets),
+        asset_selection=failed_assets,
+        status=DagsterRunStatus.SUCCESS,
+        tags={tag: "true"},
+        root_run_id=failed.run_id,
+        parent_run_id=failed.run_id,
+    )
+    alert = warning_alert(instance, retry)
+    assert alert is not None
+    assert [problem.where for problem in alert.problems] == ["flowers/raw_images, check oddities"]
+
+    caption.write_text("a rose", encoding="utf-8")
+    following = instance.get_run_by_id(location.run().run_id)
+    assert following is not None
+    assert following.is_success
+    assert warning_alert(instance, following) is None
 
 
 def test_a_failed_job_of_the_project_that_is_of_no_recipe_is_not_sent(
