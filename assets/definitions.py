@@ -90,7 +90,15 @@ def load_project_recipes(files: Sequence[Path] | None = None) -> RecipeFolder:
         try:
             require_size_multiple([recipe])
         except RecipeError as err:
-            broken.append(BrokenRecipe(recipe.name, recipe.source, err, recache=recipe.recache))
+            broken.append(
+                BrokenRecipe(
+                    recipe.name,
+                    recipe.source,
+                    err,
+                    recache=recipe.recache,
+                    optional_assets=recipe.optional_assets,
+                )
+            )
         else:
             usable.append(recipe)
     return RecipeFolder(usable, broken)

@@ -32,7 +32,7 @@ from assets.validated_dataset import build_validated_dataset
 from pipeline.errors import RecipeError
 from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe, Recipe
-from pipeline.storage.needed_columns import STAGE_INPUTS
+from pipeline.storage.needed_columns import ALL_INPUTS, STAGE_INPUTS
 from resources.failures import errors_as_failures
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
@@ -52,6 +52,9 @@ OPTIONAL = {
     "sweep": build_sweep,
 }
 """Builders of the assets that only some recipes have."""
+
+_ORDER = (("captions", "validated_dataset"), ("diagnosis", "trained_lora"), ("trained_lora", "sweep"))
+"""Assets with the one that waits for them without reading their table as an input."""
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
@@ -142,14 +145,18 @@ def _broken_graph(name: str, broken: BrokenRecipe, location: Location) -> Defini
 
     # Without these names, the history of the assets, and whether schedule and sensor were switched on, would
     # vanish from the UI as long as the mistake exists.
+    inputs = {asset: list(ALL_INPUTS[asset]) for asset in (*STAGE_INPUTS, *broken.optional_assets)}
+    for asset, waiting in _ORDER:
+        if {asset, waiting} <= inputs.keys():
+            inputs[waiting].append(asset)
     assets = [
         AssetSpec(
             AssetKey([name, asset]),
-            deps=[AssetKey([name, each]) for each in inputs],
+            deps=[AssetKey([name, each]) for each in before],
             description=f"Excluded until the recipe is repaired: see {name}/{ERROR_ASSET}.",
             group_name=name,
         )
-        for asset, inputs in STAGE_INPUTS.items()
+        for asset, before in inputs.items()
     ]
     reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
     schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)

@@ -25,6 +25,7 @@ from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mist
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
 from pipeline.storage.addresses import Address, Url, absolute, address, address_hash, expanded
+from pipeline.storage.table_columns import OPTIONAL_ASSETS
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
@@ -50,6 +51,7 @@ class BrokenRecipe:
 
     Attributes:
         recache: Its section `recache`, or the defaults if that cannot be read.
+        optional_assets: Assets that it has in addition to those of every recipe, as far as it can be read.
         recipe: The recipe if each of its values is valid, but its output folder belongs to another recipe.
     """
 
@@ -57,6 +59,7 @@ class BrokenRecipe:
     file: Path
     error: RecipeError
     recache: RecacheSettings = field(default_factory=RecacheSettings)
+    optional_assets: tuple[str, ...] = ()
     recipe: Recipe | None = None
 
     def summary(self) -> str:
@@ -105,6 +108,7 @@ def _usable(files: Sequence[_RecipeText]) -> RecipeFolder:
             each.file,
             recipe_error([*each.mistakes, *shared.get(each.file, ())]),
             recache=each.recache,
+            optional_assets=each.optional_assets,
             recipe=each.recipe,
         )
         for each in files
@@ -180,6 +184,18 @@ class _RecipeText:
             return RecacheSettings.model_validate(section or {})
         except ValidationError:
             return RecacheSettings()
+
+    @property
+    def optional_assets(self) -> tuple[str, ...]:
+        """Assets that only some recipes have, by the sections that can be read."""
+        if self.recipe is not None:
+            return self.recipe.optional_assets
+        data: dict[str, Any] = self.data if isinstance(self.data, dict) else {}
+        present = {name for name in OPTIONAL_ASSETS if data.get(name) is not None}
+        with suppress(LookupError, TypeError, AttributeError):
+            if any((each.get("captions") or {}).get("from") == "model" for each in data["datasets"]):
+                present.add("captions")
+        return tuple(name for name in OPTIONAL_ASSETS if name in present)
 
 
 def _read_folder(folder: Path) -> list[_RecipeText]:

@@ -26,6 +26,7 @@ from assets.location import Location
 from assets.recipe_graph import recipe_assets
 from assets.sources import SOURCES_GROUP
 from pipeline.recipe.check_specs import SPECS
+from pipeline.storage.table_columns import OPTIONAL_ASSETS
 from resources.run_summary import summarize_run
 from tests.small_recipe import small_recipe
 
@@ -37,6 +38,12 @@ cache_dir: {folder}/cache
 output_dir: {folder}/{name}
 model: {{base: owner/name}}
 recache: {{enabled: true}}
+"""
+
+OPTIONAL_SECTIONS = """\
+diagnosis: {}
+evaluation: {}
+sweep: {grid: {training.learning_rate: [0.0001, 0.001]}, judge: evaluation}
 """
 
 BROKEN = "datasets: [\n"
@@ -122,6 +129,23 @@ def test_O15_a_recipe_that_breaks_keeps_its_assets_schedule_and_sensor_without_e
         assert not skipped.run_requests
         assert "recipe faces is excluded: unknown key cachedir" in str(skipped.skip_message)
     assert tick.cursor == "files"
+
+
+def test_O15_a_recipe_that_breaks_keeps_the_assets_that_only_some_recipes_have(configs: Path) -> None:
+    file = configs / "faces.yaml"
+    dataset = "/data, validation_fraction: 0.1, captions: {from: model, model: owner/captioner}}]"
+    text = file.read_text("utf-8").replace("/data}]", dataset) + OPTIONAL_SECTIONS
+    file.write_text(text, encoding="utf-8")
+    before = load()
+    own_keys = {AssetKey(["faces", name]) for name in (*SPECS, *OPTIONAL_ASSETS)}
+    assert recipe_keys(before) >= own_keys
+    assert AssetKey(["faces", "recipe_error"]) not in recipe_keys(before)
+
+    file.write_text(f"{text}cachedir: y\n", encoding="utf-8")
+    repository = load()
+    for key in own_keys:
+        asset, former = repository.asset_graph.get(key), before.asset_graph.get(key)
+        assert asset.parent_keys == former.parent_keys & own_keys, key
 
 
 def test_the_error_is_the_description_of_an_external_asset(configs: Path) -> None:
