@@ -69,13 +69,12 @@ def features(recipe: Recipe) -> set[str]:
     return {name for name, is_present in present.items() if is_present}
 
 
-def path_isolation_results(context: AssetExecutionContext, recipe: Recipe) -> Iterator[AssetCheckResult]:
-    """Yield the result of `path_isolation` if it is selected; raise an error of isolation in any case."""
-    error = _path_conflict(context.run.run_id, recipe)  # pyright: ignore[reportArgumentType] - a frozen model is hashable
+def path_isolation_results(
+    context: AssetExecutionContext, error: PathIsolationError | None
+) -> Iterator[AssetCheckResult]:
+    """Yield the result of `path_isolation` if the check is selected."""
     if PATH_ISOLATION.name in _selected_checks(context):
         yield _path_isolation_result(error)
-    if error is not None:
-        raise error
 
 
 def check_results(
@@ -118,7 +117,8 @@ def _selected_checks(context: AssetExecutionContext) -> set[str]:
 
 # Each step of a run calls this, and the test walks the datasets for symlinks: one walk per run is enough.
 @lru_cache(maxsize=8)
-def _path_conflict(run_id: str, recipe: Recipe) -> PathIsolationError | None:
+def path_conflict(run_id: str, recipe: Recipe) -> PathIsolationError | None:
+    """Return why the paths of the recipe are not isolated; None if they are."""
     del run_id
     from pipeline.recipe.isolation import require_isolation
 

@@ -17,7 +17,7 @@ from dagster import (
     multi_asset,
 )
 
-from assets.checks import check_results, check_specs, path_isolation_results
+from assets.checks import check_results, check_specs, path_conflict, path_isolation_results
 from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
 from assets.location import Location
 from assets.names import asset_key
@@ -203,13 +203,18 @@ def run_step(
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
     with errors_as_failures(retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.
-        yield from path_isolation_results(context, recipe)
+        conflict = path_conflict(context.run.run_id, recipe)  # pyright: ignore[reportArgumentType] - a frozen model is hashable
+        if conflict is not None:
+            yield from path_isolation_results(context, conflict)
+            raise conflict
         with (
             stage_files(outputs_of(recipe, log), asset, checks_only=not is_selected, log=log),
             _page_written(recipe, asset, log=log),
         ):
             if is_selected:
                 yield materialize()
+            # Not earlier: the UI would name the materialization of the run before as the target of the check.
+            yield from path_isolation_results(context, None)
             yield from check_results(context, recipe, asset, run_checks)
 
 

@@ -10,6 +10,7 @@ from dagster import (
     AssetCheckSeverity,
     AssetKey,
     AssetSelection,
+    DagsterInstance,
     ExecuteInProcessResult,
     MarkdownMetadataValue,
     TableMetadataValue,
@@ -40,13 +41,16 @@ def recipe(
     return small_recipe(folder, datasets=named, cache_dir=folder / cache_dir, model={"base": base})
 
 
-def run(recipe: Recipe, selection: AssetSelection) -> ExecuteInProcessResult:
+def run(
+    recipe: Recipe, selection: AssetSelection, instance: DagsterInstance | None = None
+) -> ExecuteInProcessResult:
     resources = build_definitions([recipe]).resources
     assert resources is not None
     return materialize(
         recipe_assets(recipe, Location(GPU_POOL)),
         selection=selection,
         resources=resources,
+        instance=instance,
         raise_on_error=False,
     )
 
@@ -64,6 +68,18 @@ def test_path_isolation_fails_before_the_asset_is_materialized(tmp_path: Path) -
     assert set(evaluation.metadata) == {"what", "where", "fix"}
     assert "`cache_dir` is inside dataset data" in str(evaluation.description)
     assert not (tmp_path / "out").exists()
+
+
+def test_each_check_names_the_materialization_of_its_own_run(tmp_path: Path, tiny_sd: Path) -> None:
+    flowers = recipe(tmp_path, base=tiny_sd)
+    Image.new("RGB", (8, 8)).save(tmp_path / "data" / "photo.jpg")
+    with DagsterInstance.ephemeral() as instance:
+        results = [run(flowers, AssetSelection.assets(RAW_IMAGES), instance) for _ in range(2)]
+        for result in results:
+            for evaluation in result.get_asset_check_evaluations():
+                target = evaluation.target_materialization_data
+                assert target is not None
+                assert target.run_id == result.run_id, evaluation.check_name
 
 
 def test_path_isolation_fails_the_step_even_if_the_check_is_not_selected(tmp_path: Path) -> None:
