@@ -3,10 +3,10 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from dagster import (
@@ -66,6 +66,9 @@ _FROM_FAILURE_TAG, _FROM_ASSET_FAILURE_TAG = "dagster/is_resume_retry", "dagster
 # Undocumented, for steps of a run that somebody selects and executes again. The UI copies the tags of that
 # run, except `_FROM_FAILURE_TAG`.
 _SELECTED_STEPS_TAG = "dagster/step_selection"
+
+LONGEST_START_S = 600.0
+"""Seconds after which a run that was created and has neither begun nor been queued counts as lost."""
 
 _MAX_RUNS = 100
 """Number of a recipe's newest runs among which a tick looks for the ones since a change."""
@@ -454,15 +457,23 @@ def find_active_run(
 
     `repository` has the assets of the recipe.
     """
-    tagged = RunsFilter(statuses=IN_PROGRESS, tags={RECIPE_TAG: recipe.name})
-    for record in instance.get_run_records(tagged, limit=1):
-        return record.dagster_run.run_id
+    for run in _runs_in_progress(instance, tags={RECIPE_TAG: recipe.name}):
+        return run.run_id
 
     # Runs of assets that were selected by hand lack the tag of the recipe's jobs.
-    for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS, job_name=HIDDEN_JOB)):
-        if recipe.name in _selected_recipes(record.dagster_run, repository):
-            return record.dagster_run.run_id
+    for run in _runs_in_progress(instance, job_name=HIDDEN_JOB):
+        if recipe.name in _selected_recipes(run, repository):
+            return run.run_id
     return None
+
+
+def _runs_in_progress(instance: DagsterInstance, **filters: Any) -> Iterator[DagsterRun]:
+    created_before = datetime.now(UTC) - timedelta(seconds=LONGEST_START_S)
+    for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS, **filters)):
+        run = record.dagster_run
+        # Nothing ends a run whose process was killed after it had created the run, and before it began it.
+        if run.status != DagsterRunStatus.NOT_STARTED or record.create_timestamp > created_before:
+            yield run
 
 
 def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> bool:

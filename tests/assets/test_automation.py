@@ -465,6 +465,15 @@ def test_O07_a_run_of_another_recipe_is_not_active(tmp_path: Path, instance: Dag
     assert find_active_run(instance, recipe(tmp_path), None) is None
 
 
+def test_O08_a_run_that_was_killed_before_it_began_is_not_waited_for_forever(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Ticks(tmp_path, instance).record("flowers_cache", DagsterRunStatus.NOT_STARTED)
+    assert find_active_run(instance, recipe(tmp_path), None) == run
+    monkeypatch.setattr(automation, "LONGEST_START_S", 0.0)
+    assert find_active_run(instance, recipe(tmp_path), None) is None
+
+
 @pytest.mark.parametrize(
     "changed", ["list.csv", "images/a.png", "images/a.txt", "masks/a.png", "before/a.png"]
 )
