@@ -26,7 +26,7 @@ BY_RUN = (
     "(dagster.yaml, concurrency.pools.granularity): set it to op"
 )
 
-WAITING = "waiting for another run that encodes or trains"
+WAITING = "waiting for a step, of this or another run, that encodes or trains"
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 15.0
