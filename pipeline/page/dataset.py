@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Dataset:
             captions = [row.get("caption") or "", *json.loads(row.get("more_captions") or "[]")]
             # Rows of rejected images have no crops.
             crops = [tuple(map(int, box.split())) for box in row.get("crops") or ()]
-            yield {**row, "thumbnail": thumbnail, "captions": _shortened(captions), "crops": crops}
+            yield {**row, "thumbnail": thumbnail, "captions": shortened(captions), "crops": crops}
 
     def first(self, number: int) -> pl.DataFrame:
         """Return at most so many kept images, chosen by content: all of them have thumbnails."""
@@ -113,7 +113,8 @@ def reasons(rejected: pl.DataFrame) -> Mapping[str, int]:
     return dict(rejected.group_by("reason").len().sort(["len", "reason"], descending=[True, False]).rows())
 
 
-def _shortened(captions: list[str]) -> list[str]:
+def shortened(captions: Iterable[str]) -> list[str]:
+    """Return captions of at most `MAX_CAPTION_CHARACTERS`, each followed by its length if it was longer."""
     return [
         text
         if len(text) <= MAX_CAPTION_CHARACTERS

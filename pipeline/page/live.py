@@ -19,7 +19,7 @@ from pipeline.page.dataset import Dataset, read_dataset, reasons
 from pipeline.page.pictures import Reduced
 from pipeline.page.render import render
 from pipeline.page.runs import read_runs
-from pipeline.page.sample import address, read_sample, sample_contents
+from pipeline.page.sample import address, read_sample, sample_contents, with_pending_captions
 from pipeline.page.stages import read_stages
 from pipeline.page.static import SECTIONS
 from pipeline.raw_images.sources import sources_of
@@ -172,7 +172,7 @@ def dataset_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:
         "dataset",
         recipe,
         Linked(recipe),
-        images=list(dataset.shown(shown)),
+        images=list(with_pending_captions(recipe, dataset.shown(shown))),
         is_rejected=is_rejected,
         query=query,
         paging=paging,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -14,7 +15,7 @@ import polars as pl
 from pipeline.errors import LatentlineError
 from pipeline.images.mask import show_mask
 from pipeline.log import discard
-from pipeline.page.dataset import read_rejected
+from pipeline.page.dataset import read_rejected, shortened
 from pipeline.raw_images.sources import side_input_sources_of, sources_of
 from pipeline.reporting.pictures import SheetImage, jpeg, readable_thumbnail
 from pipeline.side_inputs import MASKS, REFERENCES
@@ -99,6 +100,29 @@ def _is_pending(recipe: Recipe, row: Mapping[str, Any], caption: Caption) -> boo
     )
 
 
+def with_pending_captions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Return what the page shows of images, with captions that were edited or restored since the last job.
+
+    `pending` states such a change; it is empty without one.
+    """
+    edited = EditedCaptions(recipe.output_dir)
+    settings = {each.name: each.captions for each in recipe.datasets}
+    for row in rows:
+        sample_id, changes = row["sample_id"], {"pending": ""}
+        caption = None
+        # An unreadable file is explained on the page of its image, and the recipe may have lost the dataset.
+        with suppress(LatentlineError, OSError, KeyError):
+            caption = edited.read(settings[sample_id.partition("/")[0]], sample_id)
+        if caption is None and row.get("caption_from") == EDITED:
+            changes = {"pending": "Restored: the next job uses the caption of the dataset."}
+        elif caption is not None and _is_pending(recipe, row, caption):
+            changes = {
+                "pending": "Edited: the next job uses this caption.",
+                "captions": shortened(caption.texts),
+            }
+        yield {**row, **changes}
+
+
 def _neighbours(recipe: Recipe, sample_ids: Sequence[str], sample_id: str) -> tuple[str, str]:
     """Return the addresses of the images before and after one; empty at the ends and for a rejected one."""
     index = bisect_left(sample_ids, sample_id)
@@ -170,6 +194,7 @@ def _sheet_image(recipe: Recipe, row: Mapping[str, Any], part: str) -> SheetImag
 def edit(recipe: Recipe, sample_id: str, texts: Sequence[str]) -> str:
     """Write edited captions, or restore the dataset's without any; return the command that does the same."""
     command = ["latentline", "edit-caption", recipe.name]
+    done = "saved" if texts else "restored"
     try:
         if texts:
             edit_captions(recipe, sample_id, texts, discard)
@@ -184,4 +209,4 @@ def edit(recipe: Recipe, sample_id: str, texts: Sequence[str]) -> str:
         return f"the caption cannot be written: {err.strerror or err} ({err.filename})"
     text = shlex.join(command)
     shown = text if len(text) <= MAX_COMMAND_CHARACTERS else f"{text[:MAX_COMMAND_CHARACTERS]}..."
-    return f"{shown}\nThe next job uses it and encodes no other caption."
+    return f"{done}: {shown}\nThe next job uses it, encodes no other caption, and trains a new run."

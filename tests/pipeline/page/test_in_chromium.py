@@ -103,6 +103,16 @@ def test_an_open_page_shows_new_steps_and_previews_and_keeps_what_is_open(page: 
         assert browser.run("return window.sameDocument && document.querySelector('details').open") is True
 
 
+@pytest.mark.parametrize("part", ["img", "p[dir]"])
+def test_a_click_on_a_picture_or_a_caption_opens_the_image(page: Any, tmp_path: Path, part: str) -> None:
+    page.ingest()
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/small/dataset?search=rose&token={TOKEN}")
+        box = f"const b = document.querySelector('.cards {part}').getBoundingClientRect(); "
+        browser.run(box + "document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2).click()")
+        browser.wait_for("Save", "latentline edit-caption small d/rose.png")
+
+
 def test_a_button_publishes_a_step_and_shows_what_the_command_has_printed(page: Any, tmp_path: Path) -> None:
     layout = page.add_run("aaaa", began_s=1_000_000)
     write_text(layout.checkpoints / "step-00000004" / "lora.json", "{}")

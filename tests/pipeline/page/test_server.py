@@ -455,3 +455,43 @@ def test_the_recipe_is_shown_as_text_without_passwords(client: TestClient, tmp_p
     assert "output_dir" in text
     assert "secret@" not in text
     assert "<script>" not in text
+
+
+def test_a_dataset_that_no_job_has_read_names_the_job_that_reads_it(client: TestClient, page: Any) -> None:
+    assert "latentline run small, reads them first" in words_of(client, "/small/dataset")
+    page.ingest()
+    assert "reads them first" not in words_of(client, "/small/dataset")
+
+
+def test_the_list_of_kept_images_leads_to_the_rejected_ones(client: TestClient, page: Any) -> None:
+    page.ingest()
+    assert "show=rejected" not in client.get("/small/dataset").text
+    page.folder.add("empty.png", b"")
+    page.ingest()
+    assert "1 image rejected: show reason and fix" in words_of(client, "/small/dataset")
+    assert '<a href="?show=rejected">' in client.get("/small/dataset").text
+
+
+def test_the_dataset_shows_a_caption_that_the_next_job_will_use(client: TestClient, page: Any) -> None:
+    page.ingest()
+    form = {"id": "d/rose.png", "text": "a rose in the rain", "do": "save"}
+    client.post("/small/caption", data=form, headers={"origin": BASE})
+    assert words_of(client, "/small/sample?id=d/rose.png").count("saved: latentline edit-caption small") == 1
+    words = words_of(client, "/small/dataset")
+    assert "a rose in the rain Edited: the next job uses this caption." in words
+    assert "a red rose" not in words
+    assert words.count("Edited:") == 1
+    page.ingest()
+    assert "Edited:" not in words_of(client, "/small/dataset")
+
+    client.post("/small/caption", data={**form, "do": "restore"}, headers={"origin": BASE})
+    assert "Restored: the next job uses the caption of the dataset." in words_of(client, "/small/dataset")
+    (page.out / "captions" / "d").mkdir(parents=True)
+    (page.out / "captions" / "d" / "rose.png.txt").write_bytes(b"\xff\xfe\x00")
+    assert "a yellow tulip" in words_of(client, "/small/dataset"), "a damaged edit hides nothing"
+
+
+def words_of(client: TestClient, path: str) -> str:
+    """Return the text of a page without its tags, with single spaces."""
+    text = re.sub(r"<[^>]+>", " ", client.get(path).text)
+    return re.sub(r" ([.,:;])", r"\1", " ".join(html.unescape(text).split()))
