@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.page.runs import Run, difference, loss_charts, more_charts, preview_grid
-from pipeline.page.stages import read_stages
+from pipeline.page.stages import Stage, read_stages
 from pipeline.reporting.reports import read_report
 from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER
 from pipeline.trained_lora.pictures.prepare import PICTURES_FOLDER
@@ -106,12 +106,22 @@ def training_contents(recipe: Recipe, runs: Sequence[Run], limits: Limits) -> di
         max_prompts=limits.preview_prompts,
     )
     return {
-        "stages": read_stages(recipe.output_dir),
+        "stages": [_with_progress(stage, newest) for stage in read_stages(recipe.output_dir)],
         "run": newest,
         "loss_charts": loss_charts(runs),
         "more_charts": more_charts(newest) if newest else [],
         "grid": grid,
     }
+
+
+def _with_progress(stage: Stage, run: Run | None) -> Stage:
+    """Return the stage with the steps of an unfinished training, which its last report does not contain."""
+    if stage.name != "trained_lora" or run is None or run.state == "finished":
+        return stage
+    # A run that was stopped may have a report, with the gate that stopped it.
+    if run.state == "stopped" and stage.kind != "none":
+        return stage
+    return Stage(stage.name, run.state, "none", f"step {run.step:,} of {run.num_steps:,}")
 
 
 def run_rows(runs: Sequence[Run], start: int, number: int) -> list[dict[str, Any]]:

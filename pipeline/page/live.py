@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 import polars as pl
 
-from pipeline.errors import LatentlineError
+from pipeline.errors import LatentlineError, counted
 from pipeline.page.actions import DRAW, start_command
 from pipeline.page.contents import Limits, drawings, result_contents, run_rows, training_contents
 from pipeline.page.dataset import Dataset, read_dataset, reasons
@@ -26,9 +26,12 @@ from pipeline.raw_images.sources import sources_of
 from pipeline.recipe import load_recipe
 from pipeline.reporting.pictures import SheetImage, jpeg, readable_thumbnail
 from pipeline.validated_dataset.dataset_page import FOLDER, THUMBNAIL_PX, THUMBNAILS, thumbnail_name
+from pipeline.validated_dataset.edited_captions import FOLDER as CAPTIONS_FOLDER
+from pipeline.validated_dataset.edited_captions import EditedCaptions
 
 if TYPE_CHECKING:
     from pipeline.page.actions import Jobs
+    from pipeline.page.runs import Run
     from pipeline.recipe import Recipe
 
 IMAGES_PER_PAGE = 60
@@ -131,7 +134,8 @@ def overview(recipes: Recipes) -> str:
 def training_page(recipe: Recipe, jobs: Jobs, **more: Any) -> str:
     """Return the page with the job, stages, training and previews, which refreshes itself."""
     linked = Linked(recipe)
-    values = training_contents(recipe, read_runs(recipe.output_dir), Limits(preview_steps=24))
+    runs = read_runs(recipe.output_dir)
+    values = training_contents(recipe, runs, Limits(preview_steps=24))
     return _page(
         "",
         recipe,
@@ -143,9 +147,19 @@ def training_page(recipe: Recipe, jobs: Jobs, **more: Any) -> str:
         is_running=jobs.is_running(recipe),
         lines=jobs.last_lines(recipe),
         command=start_command(recipe),
+        changed=_changed_since(recipe, runs[0]) if runs and runs[0].state == "stopped" else [],
         **values,
         **more,
     )
+
+
+def _changed_since(recipe: Recipe, run: Run) -> list[str]:
+    """Return what has changed since the run began: recipe and edited captions. Images are not read."""
+    edited = EditedCaptions(recipe.output_dir)
+    files = [recipe.output_dir / CAPTIONS_FOLDER / path for path in edited.files.values()]
+    num_edited = sum(file.is_file() and file.stat().st_mtime_ns > run.began_ns for file in files)
+    changed = ["recipe"] if recipe.source.stat().st_mtime_ns > run.began_ns else []
+    return [*changed, counted(num_edited, "edited caption")] if num_edited else changed
 
 
 def dataset_page(recipe: Recipe, query: Mapping[str, str], **more: Any) -> str:

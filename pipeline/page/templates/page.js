@@ -20,11 +20,18 @@ async function refresh() {
     if (section === null) continue;
     const html = section.innerHTML;
     const current = document.getElementById(id);
-    // A section keeps what the reader has opened until it changes on the server, and while it has the focus.
+    // A section stays as it is until it changes on the server, and while it has the focus.
     if (html === before || current.contains(document.activeElement)) continue;
     // And what was typed into it.
     if ([...current.querySelectorAll("input, textarea")].some(e => e.value !== e.defaultValue)) continue;
     shown.set(id, html);
+    // What the reader has opened or closed stays so.
+    const summary = details => details.querySelector("summary").textContent;
+    const open = new Map([...current.querySelectorAll("details")].map(each => [summary(each), each.open]));
+    for (const each of section.querySelectorAll("details")) each.open = open.get(summary(each)) ?? each.open;
+    // "stopping" and "started" are over when the button is another one.
+    const action = node => node.querySelector("form")?.getAttribute("action");
+    if (id === "job" && action(section) !== action(current)) document.querySelector(".notice")?.remove();
     current.replaceChildren(...section.childNodes);
   }
 }

@@ -113,6 +113,26 @@ def test_a_click_on_a_picture_or_a_caption_opens_the_image(page: Any, tmp_path: 
         browser.wait_for("Save", "latentline edit-caption small d/rose.png")
 
 
+def test_what_is_open_stays_open_after_a_change_and_a_notice_ends_with_its_job(
+    page: Any, tmp_path: Path
+) -> None:
+    first = Finding("captions_present", False, "warn", "a caption is missing", "write it", [], {})
+    second = Finding("look_alikes", False, "warn", "2 similar images", "remove one", [], {})
+    write_findings(page.out, "validated_dataset", [first])
+    # The job ends at once, because the recipe's base model does not exist.
+    with serving(recipes_of(page, tmp_path), tmp_path / "jobs") as url, browsing(tmp_path) as browser:
+        browser.open(f"{url}/small/?token={TOKEN}")
+        browser.run("document.querySelector('#stages details').open = true")
+        write_findings(page.out, "validated_dataset", [first, second])
+        browser.wait_for("2 similar images", "write it")
+        assert "remove one" not in browser.text(), "a new warning is closed"
+
+        browser.click("Start")
+        browser.wait_for("started: latentline run small", "Stop after a checkpoint")
+        until(lambda: "started:" not in browser.text(), seconds=120)
+        assert "Stop after a checkpoint" not in browser.text()
+
+
 def test_a_button_publishes_a_step_and_shows_what_the_command_has_printed(page: Any, tmp_path: Path) -> None:
     layout = page.add_run("aaaa", began_s=1_000_000)
     write_text(layout.checkpoints / "step-00000004" / "lora.json", "{}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from starlette.testclient import TestClient
 
 from pipeline.page.actions import DRAW, Jobs
 from pipeline.page.server import application
+from pipeline.reporting.reports import write_report
 from pipeline.storage.atomic import write_text
-from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout, hold_training
 from tests.pipeline.page.trained import add_drawing, recipes_of
 from tests.waiting import until
 
@@ -489,6 +491,61 @@ def test_the_dataset_shows_a_caption_that_the_next_job_will_use(client: TestClie
     (page.out / "captions" / "d").mkdir(parents=True)
     (page.out / "captions" / "d" / "rose.png.txt").write_bytes(b"\xff\xfe\x00")
     assert "a yellow tulip" in words_of(client, "/small/dataset"), "a damaged edit hides nothing"
+
+
+def test_a_run_resumes_until_the_recipe_or_a_caption_has_changed(
+    client: TestClient, page: Any, tmp_path: Path
+) -> None:
+    page.ingest()
+    layout = page.add_run("aaaa", began_s=2_000_000_000)
+    words = words_of(client, "/small/")
+    assert "Run aaaa: stopped, step 4 of 4." in words
+    assert " Resume latentline run small " in words
+    assert "Changed since" not in words
+    assert "otherwise it trains a new run from step 0" in words
+
+    recipe = tmp_path / "configs" / "small.yaml"
+    client.post("/small/caption", data={"id": "d/rose.png", "text": "a"}, headers={"origin": BASE})
+    caption = page.out / "captions" / "d" / "rose.png.txt"
+    for file, change in ((recipe, "recipe"), (caption, "1 edited caption")):
+        os.utime(layout.facts, (1_000_000, 1_000_000))
+        for each in (recipe, caption):
+            os.utime(each, (1_000_000 + (each == file), 1_000_000 + (each == file)))
+        words = words_of(client, "/small/")
+        assert f"Changed since this run began: {change}." in words
+        assert " Start latentline run small " in words
+
+
+def test_the_steps_of_a_training_are_next_to_its_button_and_in_its_stage(
+    client: TestClient, page: Any
+) -> None:
+    write_report(page.out, "trained_lora", {"steps": 9})
+    layout = page.add_run("aaaa", began_s=1_000_000)
+    with hold_training(layout):
+        text = client.get("/small/").text
+        words = words_of(client, "/small/")
+    job, rest = text.split('<section id="stages"')
+    assert "training, step 4 of 4" in job
+    assert '<progress class="wide" max="4" value="4"' in job
+    assert "<progress" not in rest
+    assert "trained_lora training step 4 of 4" in words, "and not the 9 steps of the run before"
+    write_text(layout.finished, "{}")
+    assert "Run aaaa: finished after 4 steps." in words_of(client, "/small/")
+
+
+def test_a_job_that_does_not_train_yet_is_no_invitation_to_start_it(
+    client: TestClient, jobs: Jobs, page: Any
+) -> None:
+    assert "No run has begun. latentline run small starts one." in words_of(client, "/small/")
+    jobs.start(page.folder.recipe)
+    try:
+        words = words_of(client, "/small/")
+        assert "The job is running." in words
+        assert "The job trains after the other stages." in words
+        assert "No run has begun" not in words
+    finally:
+        jobs.stop(page.folder.recipe)
+    until(lambda: not jobs.is_running(page.folder.recipe))
 
 
 def words_of(client: TestClient, path: str) -> str:
