@@ -15,9 +15,10 @@ import polars as pl
 from pipeline.page.runs import Run, difference, loss_charts, more_charts, preview_grid
 from pipeline.page.stages import Stage, read_stages
 from pipeline.reporting.reports import read_report
-from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER
+from pipeline.trained_lora.export.lora_files import CARD_FILE, LORA_FOLDER, PROVENANCE_FILE
 from pipeline.trained_lora.pictures.prepare import PICTURES_FOLDER
 from pipeline.trained_lora.previews import PROMPT_KEY
+from pipeline.trained_lora.run_folder import read_record
 
 if TYPE_CHECKING:
     from pipeline.page.dataset import Dataset
@@ -139,12 +140,15 @@ def result_contents(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     named = {row["sample_id"] for report in results.values() for row in report.get("worst", ())}
     rows = dataset.shown(dataset.kept.filter(pl.col("sample_id").is_in(named)))
     folder = recipe.output_dir / LORA_FOLDER
+    record = read_record(folder / PROVENANCE_FILE)
+    run = record.get("run")
     return {
         "results": results,
         "result_pictures": {name: _pictures(recipe, name) for name in RESULT_PICTURES},
         "thumbnails": {row["sample_id"]: row["thumbnail"] for row in rows},
         "numbers": NUMBERS,
         "card": _text(folder / CARD_FILE),
+        "published": {"run": run, "step": record.get("step", record.get("steps"))} if run else {},
         "lora_files": sorted(folder.glob("*.safetensors")),
     }
 

@@ -136,16 +136,22 @@ class Run:
         return list(lora_steps(self.layout))
 
     @property
-    def files(self) -> list[tuple[str, list[Path]]]:
-        """LoRA files of the finished run and of each saved step, the last one first, after their names."""
-        folders = {f"step {step:,}": path for step, path in reversed(lora_steps(self.layout).items())}
+    def files(self) -> list[tuple[str, str, list[Path]]]:
+        """LoRA files of the finished run and of each saved step, the last one first.
+
+        Each list of files comes after its name on the page and its part of a file name.
+        """
+        folders = [
+            (f"step {step:,}", f"step{step}", path)
+            for step, path in reversed(lora_steps(self.layout).items())
+        ]
         if self.layout.exported.is_dir():
-            folders = {"end of the run": self.layout.exported, **folders}
-        files = {
-            name: sorted(path for path in folder.glob("*.safetensors") if path.name != "adapter.safetensors")
-            for name, folder in folders.items()
-        }
-        return [(name, paths) for name, paths in files.items() if paths]
+            folders.insert(0, ("end of the run", "end", self.layout.exported))
+        files = [
+            (name, part, sorted(p for p in folder.glob("*.safetensors") if p.name != "adapter.safetensors"))
+            for name, part, folder in folders
+        ]
+        return [each for each in files if each[2]]
 
     @property
     def thumbnail(self) -> Preview | None:

@@ -548,6 +548,25 @@ def test_a_job_that_does_not_train_yet_is_no_invitation_to_start_it(
     until(lambda: not jobs.is_running(page.folder.recipe))
 
 
+def test_downloads_are_named_after_run_and_step(client: TestClient, page: Any) -> None:
+    layout = saved_run(page)
+    folders = [layout.exported, *(layout.checkpoints / f"step-{step:08d}" for step in (2, 4))]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "small_comfyui.safetensors").write_bytes(b"weights")
+    names = re.findall(r'download="([^"]+)"', client.get("/small/runs").text)
+    assert names == [f"small_comfyui_aaaa_{part}.safetensors" for part in ("end", "step4", "step2")]
+    words = words_of(client, "/small/runs")
+    assert "Download the LoRA of 2 steps" in words, "the end of the run is the last one"
+    assert "latentline gc small --keep-runs 1" in words
+
+
+def test_the_published_lora_states_its_run_and_step(client: TestClient, page: Any) -> None:
+    page.publish("aaaa", 4)
+    (page.out / "lora" / "small_comfyui.safetensors").write_bytes(b"weights")
+    assert "Step 4 of run aaaa." in words_of(client, "/small/results")
+
+
 def words_of(client: TestClient, path: str) -> str:
     """Return the text of a page without its tags, with single spaces."""
     text = re.sub(r"<[^>]+>", " ", client.get(path).text)
