@@ -188,6 +188,7 @@ def test_a_step_that_is_not_finite_is_an_error_and_changes_nothing(device: str, 
     "training",
     [
         {},
+        {"ema_decay": 0.9},
         {"gradient_checkpointing": True},
         {"quantize": "nf4", "gradient_checkpointing": True},
         {"quantize": "int8", "gradient_checkpointing": True},

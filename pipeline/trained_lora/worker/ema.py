@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.training_utils import EMAModel
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.trained_lora.worker.optimizers import averages_weights
 
@@ -47,10 +47,37 @@ class AveragedWeights:
             foreach = self._weights[0].device.type != "cpu"
             self._ema = EMAModel(self._weights, decay=settings.ema_decay, foreach=foreach)
 
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the moving average, which decides its decay; settable, to undo updates."""
+        return 0 if self._ema is None else self._ema.optimization_step
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        if self._ema is not None:
+            self._ema.optimization_step = number
+
     def update(self) -> None:
         """Include the current weights; call it after each optimizer step."""
         if self._ema is not None:
             self._ema.step(self._weights)
+
+    @torch.no_grad()
+    def update_on_device(self, counts: Tensor) -> None:
+        """Include the current weights if `counts`, a boolean scalar on their device, holds.
+
+        The average is that of `update` on a GPU bit for bit, and the host does not wait for `counts`.
+        """
+        if self._ema is None:
+            return
+        self._ema.optimization_step += 1
+        decay = self._ema.cur_decay_value = self._ema.get_decay(self._ema.optimization_step)
+
+        # A difference of zero leaves the average as it is, and a factor of one is exact.
+        shadows = self._ema.shadow_params
+        differences = list(torch._foreach_sub(shadows, self._weights))  # pyright: ignore[reportPrivateUsage] - torch has no public call for many tensors
+        torch._foreach_mul_(differences, counts.float())  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_sub_(shadows, differences, alpha=1 - decay)  # pyright: ignore[reportPrivateUsage]
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -91,15 +91,18 @@ class QueuedStep:
         *,
         learning_rate: float,
         lr_scheduler_state: dict[str, Any],
+        num_averaged: int,
     ) -> None:
         """Queue the copy of the numbers to the host; a GPU does not wait for it.
 
         `values` are (3, B) on the device for a step of B samples: losses, timesteps, and the number of stop
         requests in the first column. `grad_norm` is a scalar on the device, before clipping.
-        `lr_scheduler_state` is from before the step's update.
+        `lr_scheduler_state` and `num_averaged`, the updates of the moving average, are from before the step's
+        update.
         """
         self.batch = batch
         self.lr_scheduler_state = lr_scheduler_state
+        self.num_averaged = num_averaged
         self._learning_rate = learning_rate
 
         # One tensor, so that one copy brings all numbers of the step to the host.
@@ -245,7 +248,7 @@ class Engine:
         self._optimizer: Any = prepared[1]
 
         # With fp16, accelerate's gradient scaler skips such steps already.
-        self._on_device = None if scaled else update_on_device(optimizer, self.weights, self._settings)
+        self._on_device = None if scaled else update_on_device(optimizer, self.weights)
 
     def _add_adapter(self, denoiser: nn.Module, begin: startup.Report) -> nn.Module:
         begin(startup.ADAPTER)
@@ -310,6 +313,7 @@ class Engine:
             norm,
             learning_rate=float(self._lr_scheduler.get_last_lr()[0]),
             lr_scheduler_state=self._lr_scheduler.state_dict(),
+            num_averaged=self._average.num_updates,
         )
         self._update(step)
 
@@ -320,12 +324,13 @@ class Engine:
         """Read a step's losses and gradient norm; it may lag one step behind.
 
         Raises:
-            TrainingError: The loss or the gradient is not finite; the error lists the samples. Weights,
-                optimizer and schedule are those from before the step.
+            TrainingError: The loss or the gradient is not finite; the error lists the samples. Weights, their
+                average, optimizer and schedule are those from before the step.
         """
         try:
             return step.outcome()
         except TrainingError:
+            self._average.num_updates = step.num_averaged
             self._lr_scheduler.load_state_dict(step.lr_scheduler_state)
 
             # A schedule writes rates into the optimizer when it is stepped, but not when its state is loaded.
@@ -356,8 +361,9 @@ class Engine:
         """Step optimizer, average and schedule if the step's numbers are finite."""
         if self._on_device is not None:
             # The device skips an update that is not finite, and the host finds out when it reads the numbers.
-            self._on_device.step(step.is_finite())
+            is_updated = self._on_device.step(step.is_finite())
             self._optimizer.zero_grad()
+            self._average.update_on_device(is_updated)
             self._lr_scheduler.step()
             return
 

@@ -215,8 +215,11 @@ class UpdateOnDevice:
         self._scaler.scale(torch.zeros((), device=device))  # the scaler creates its state in the first call
         self._are_finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def step(self, is_finite: Tensor) -> None:
-        """Queue an update, which takes place if `is_finite`, a boolean scalar, holds for all steps so far."""
+    def step(self, is_finite: Tensor) -> Tensor:
+        """Queue an update, which takes place if `is_finite`, a boolean scalar, holds for all steps so far.
+
+        Returns whether it takes place, a boolean scalar on the device.
+        """
         self._are_finite &= is_finite
 
         # The scaler looks for gradients that are not finite; one is enough to skip the update of all weights.
@@ -227,6 +230,7 @@ class UpdateOnDevice:
         gradient.mul_(torch.where(self._are_finite, 1.0, math.nan))
         self._scaler.step(self._optimizer)
         self._scaler.update(1.0)
+        return self._are_finite
 
     def reset(self) -> None:
         """Update again after a step that was not finite; call it once the state before is restored."""
@@ -234,17 +238,16 @@ class UpdateOnDevice:
 
 
 def update_on_device(
-    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], settings: TrainingSettings
+    optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]
 ) -> UpdateOnDevice | None:
     """Return the updates if the device can check them (see `can_skip_updates`), otherwise None."""
-    can_skip = can_skip_updates(optimizer, settings, device=weights[0].device)
+    can_skip = can_skip_updates(optimizer, device=weights[0].device)
     return UpdateOnDevice(optimizer, weights) if can_skip else None
 
 
-def can_skip_updates(
-    optimizer: torch.optim.Optimizer, settings: TrainingSettings, *, device: torch.device
-) -> bool:
-    """Return whether a GPU can check updates: with torch's fused AdamW and without a moving average."""
-    # An average would have to skip the step too. On a CPU nothing is gained.
+def can_skip_updates(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
+    """Return whether a GPU can check updates, which needs torch's fused AdamW."""
+    # Other optimizers have no flag on the device that makes them skip a step, and copies of their weights and
+    # state would take memory. On a CPU nothing is gained.
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
-    return is_fused and settings.ema_decay is None and device.type == "cuda"
+    return is_fused and device.type == "cuda"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def checking_on_device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let the device check updates as a GPU does; return the settings of an optimizer that can skip them."""
 
-    def on_any_device(optimizer: torch.optim.Optimizer, weights: Any, settings: Any) -> UpdateOnDevice:
+    def on_any_device(optimizer: torch.optim.Optimizer, weights: Any) -> UpdateOnDevice:
         return UpdateOnDevice(optimizer, weights)
 
     monkeypatch.setattr(engine, "update_on_device", on_any_device)
