@@ -14,7 +14,7 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.loha import LoHaLayer
 from peft.tuners.lokr import LoKrLayer
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
@@ -65,6 +65,8 @@ def add_lora(
     ranks, alphas = rank_patterns(network, selected, settings)
     config_targets = targets if settings.family_modules else selected
     config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
+    if isinstance(config, LoraConfig) and getattr(network, "is_loaded_in_4bit", False):
+        _avoid_clones(config)
 
     # The weights depend on the seed alone, whatever has drawn from torch's generator before.
     with torch.random.fork_rng(devices=[]):
@@ -81,6 +83,25 @@ def add_lora(
         # and fp16's gradient scaler refuses such weights (FAILURES R10).
         weight.data = weight.data.float()
     return config
+
+
+class _LoraOn4Bits(Linear):
+    """peft's layer for unpacked weights, on a layer of bitsandbytes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+        # As peft's layer for 4 bits under autocast, which casts inputs itself.
+        self.cast_input_dtype_enabled = False
+
+
+def _avoid_clones(config: LoraConfig) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    # peft's layer for 4 bits clones each output, in case that it is changed in place. The LoRA's output is
+    # added out of place, by the same operators as on unpacked weights. Only DoRA has another dtype there.
+    if not config.use_dora:
+        config._register_custom_module({Linear4bit: _LoraOn4Bits})  # pyright: ignore[reportPrivateUsage] - peft documents it
 
 
 def _init_streamed_magnitudes(network: nn.Module) -> None:

@@ -5,22 +5,25 @@ import importlib.util
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from diffusers.quantizers.torchao import torchao_quantizer
+from peft import LoraConfig
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from demo.tiny_models import make_tiny_flux
 from pipeline.errors import TrainingError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import LoraSettings, Recipe, recipe_from_mapping
 from pipeline.recipe.errors import find_mistakes
 from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.supported_settings import memory_warning
+from pipeline.trained_lora.worker.adapter.lora import ADAPTER, add_lora, lora_modules, trainable_weights
 from pipeline.trained_lora.worker.base_model import (
     cast_inputs_of_quantized_layers,
     load_base,
@@ -266,6 +269,52 @@ def test_an_imitated_operation_returns_the_dtype_of_its_list(name: str) -> None:
     with ImitatedCudaAutocast():
         dtype = calls("cpu")[name]().dtype
     assert dtype == (torch.bfloat16 if name in LOWER_PRECISION else torch.float32)
+
+
+class Clones(TorchDispatchMode):
+    """Counts cloned tensors, in forward and backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_lora_on_4_bits_computes_as_peft_s_own_layer_and_clones_no_output(
+    flux: WorkerFamily, *, dora: bool
+) -> None:
+    targets, settings = flux.lora_targets(), LoraSettings(rank=4, alpha=4.0, dora=dora)
+    clones: list[int] = []
+    tensors: list[list[torch.Tensor]] = []
+    for own in (False, True):
+        denoiser: Any = packed(flux, "nf4")
+        denoiser.is_loaded_in_4bit = True  # as after diffusers' quantization
+        if own:
+            add_lora(denoiser, settings, targets=targets, seed=0)
+        else:
+            denoiser.requires_grad_(False)
+            config = LoraConfig(r=4, lora_alpha=4, target_modules=targets, use_dora=dora)
+            denoiser.add_adapter(config, ADAPTER)
+        random = torch.Generator().manual_seed(0)
+        weights = trainable_weights(denoiser)
+        for weight in weights:
+            weight.data = torch.randn(weight.shape, generator=random) / 8
+        with Clones() as counted, torch.autocast("cpu", torch.bfloat16):
+            prediction = predict(flux, denoiser)
+            prediction.square().mean().backward()
+        clones.append(counted.count)
+        tensors.append([prediction.detach(), *(cast("torch.Tensor", weight.grad) for weight in weights)])
+
+    assert differing_tensors(*tensors) == []
+
+    # DoRA's output has another dtype in peft's layer, so it keeps that layer.
+    num_layers = len(list(lora_modules(denoiser)))
+    assert clones[0] - clones[1] == (0 if dora else num_layers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
