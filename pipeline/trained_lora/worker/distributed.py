@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT = timedelta(hours=12)
 """Maximum wait while the main process exports or draws previews alone; NCCL's default is 10 minutes."""
+
+STEP_TIMEOUT = timedelta(minutes=30)
+"""Maximum wait of one process for another one within a step, in which all of them do the same work."""
 
 
 def make_accelerator(
@@ -68,6 +72,17 @@ def make_accelerator(
             fix="start training through Latentline, which passes the number to accelerate launch",
         )
     return accelerator
+
+
+def wait_at_most(timeout: timedelta) -> None:
+    """Limit how long this process waits for others in its next exchanges, before it ends.
+
+    A process alone waits for nobody, so nothing happens.
+    """
+    # The limit applies to exchanges that begin later.
+    if torch.distributed.is_initialized():
+        set_timeout = torch.distributed.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage] - torch has no public call for it
+        set_timeout(timeout)
 
 
 def exclude_frozen_weights(model: nn.Module) -> None:

@@ -47,6 +47,7 @@ from pipeline.trained_lora.worker.checkpoint import (
 )
 from pipeline.trained_lora.worker.collective import run_on_main
 from pipeline.trained_lora.worker.compiled import fallbacks_reported
+from pipeline.trained_lora.worker.distributed import COLLECTIVE_TIMEOUT, STEP_TIMEOUT, wait_at_most
 from pipeline.trained_lora.worker.draw_previews import draw_previews
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome, UnreadSteps
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
@@ -260,14 +261,22 @@ class _TrainingRun:
 
         # A stop request may have arrived while the model was loaded.
         steps_done, stopping = start, self._any_rank_stops(stop)
+        main_worked_alone = True
         for number, batch in self.plan.iterate(start):
             if stopping or steps_done >= self.end:
                 break
+
+            # A process that hangs, such as one with a broken GPU or disk, must not occupy all GPUs for long.
+            wait_at_most(COLLECTIVE_TIMEOUT if main_worked_alone else STEP_TIMEOUT)
 
             # After memory ran out, the step may be half done and must not be saved.
             with out_of_memory_as(self._memory_error(f"in step {number}", self.engine.resident)):
                 stopping = self._step(batch, inputs, stop)
             steps_done = number + 1
+
+            # The main process may export or draw alone now, so it comes late to the next step, too.
+            main_worked_alone = stopping or self._is_saved_or_shown(steps_done)
+            wait_at_most(COLLECTIVE_TIMEOUT)
             self._checkpoint(steps_done, stopping=stopping)
             self._validate_and_draw(steps_done)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import AccelerateSettings
 from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
-from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
+from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator, wait_at_most
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
@@ -101,6 +103,40 @@ def test_a_model_with_unused_text_layers_trains_under_ddp(
     for batch in job.plan()[:3]:
         inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
         engine.step(batch, iter(inputs), stop=False)
+
+
+HANGING = """
+import sys
+import torch
+
+torch.distributed.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
+print("joined", flush=True)
+sys.stdin.read()
+"""
+"""A process that takes part in the group, but in none of its exchanges."""
+
+
+@pytest.mark.timeout(180)
+def test_a_process_ends_soon_if_another_one_hangs_within_a_step(tmp_path: Path) -> None:
+    method = f"file://{tmp_path / 'group'}"
+    command = [sys.executable, "-c", HANGING, method]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hanging:
+        try:
+            torch.distributed.init_process_group(
+                "gloo", init_method=method, rank=0, world_size=2, timeout=timedelta(hours=12)
+            )
+            assert cast("Any", hanging.stdout).readline() == "joined\n"
+            wait_at_most(timedelta(seconds=1))
+            with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+                torch.distributed.all_reduce(torch.ones(1))
+        finally:
+            torch.distributed.destroy_process_group()
+            hanging.kill()
+
+
+def test_a_process_alone_has_nobody_to_wait_for() -> None:
+    wait_at_most(timedelta(seconds=1))
+    assert not torch.distributed.is_initialized()
 
 
 def test_processes_wait_for_hours_while_the_main_process_exports_or_draws() -> None:

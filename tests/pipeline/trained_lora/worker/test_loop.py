@@ -23,8 +23,9 @@ from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.run_folder import RunLayout, is_being_trained
 from pipeline.trained_lora.sample_losses import sample_statistics
-from pipeline.trained_lora.worker import loop
+from pipeline.trained_lora.worker import before_training, loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.trained_lora.worker.distributed import STEP_TIMEOUT
 from pipeline.trained_lora.worker.engine import QueuedStep
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
@@ -372,6 +373,32 @@ def test_a_run_warns_of_packed_weights_without_gradient_checkpointing(
     expected = "quantize: int8 without gradient checkpointing takes more memory than none"
     for places in (warnings, lines):
         assert (expected in "\n".join(places)) == (not checkpointing)
+
+
+def test_processes_wait_briefly_within_a_step_unless_the_main_process_has_just_saved_alone(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_project(steps=5, checkpoint_every=3, validate_every=0).job()
+    events: list[str] = []
+
+    def recorded(kind: Any, name: str, text: Callable[[Any], str]) -> None:
+        original = getattr(kind, name)
+
+        def record(*arguments: Any, **options: Any) -> Any:
+            events.append(text(arguments))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, record)
+
+    monkeypatch.setattr(before_training, "run_trial_step", lambda *arguments: None)
+    recorded(loop, "wait_at_most", lambda arguments: "short" if arguments[0] == STEP_TIMEOUT else "long")
+    recorded(loop.Engine, "start", lambda arguments: f"step {arguments[1].step}")
+    recorded(loop, "save_checkpoint", lambda arguments: f"save {arguments[2].step}")
+    assert run_until(job)[0]
+    assert ", ".join(each for each in events if each != "save 0") == (
+        "long, step 0, long, short, step 1, long, short, step 2, long, save 3, "
+        "long, step 3, long, short, step 4, long, save 5"
+    )
 
 
 def test_a_run_counts_as_being_trained_before_its_model_is_loaded(
