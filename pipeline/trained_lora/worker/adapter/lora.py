@@ -73,6 +73,8 @@ def add_lora(
         torch.manual_seed(hash_bits(32, seed, "lora"))
         network.add_adapter(config, adapter_name=ADAPTER)
 
+    _leave_casts_to_autocast(network)
+
     # peft matches the targets by its own rules, so its choice is compared.
     adapted = [name for name, _ in lora_modules(network)]
     assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
@@ -102,6 +104,17 @@ def _avoid_clones(config: LoraConfig) -> None:
     # added out of place, by the same operators as on unpacked weights. Only DoRA has another dtype there.
     if not config.use_dora:
         config._register_custom_module({Linear4bit: _LoraOn4Bits})  # pyright: ignore[reportPrivateUsage] - peft documents it
+
+
+def _leave_casts_to_autocast(network: nn.Module) -> None:
+    """Pass inputs of half precision to LoRA layers as they are; adapted networks run under autocast."""
+    # peft casts them to the LoRA's float32, and autocast casts them back: the same numbers, with two copies
+    # of each input. Dropout would draw another mask for another dtype, and DoRA uses the cast input.
+    for _, module in lora_modules(network):
+        if isinstance(module, LoraLayer) and not module.lora_variant:
+            dropouts = module.lora_dropout.values()
+            if all(isinstance(dropout, nn.Identity) for dropout in dropouts):
+                module.cast_input_dtype_enabled = False
 
 
 def _init_streamed_magnitudes(network: nn.Module) -> None:

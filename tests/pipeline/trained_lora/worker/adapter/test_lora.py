@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from demo.tiny_models import make_tiny_flux, make_tiny_sdxl
 from pipeline.errors import TrainingError
+from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import (
@@ -203,3 +208,49 @@ def test_states_that_do_not_match_are_counted_and_the_first_is_named(tiny_bases:
             TrainingError, match=f"1 saved weight does not match the adapter, the first is {name}"
         ):
             load_adapter_state(denoiser, changed)
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies between dtypes, in forward and backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [make_tiny_sdxl, make_tiny_flux])
+def test_layers_under_autocast_do_not_cast_their_inputs_and_compute_the_same(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    make(tmp_path / "base")
+    family = load_family(tmp_path / "base")
+    adapted_denoiser = adapted(tmp_path / "base", dtype="bfloat16")
+    random = torch.Generator().manual_seed(0)
+    for weight in trainable_weights(adapted_denoiser):
+        weight.data = torch.randn(weight.shape, generator=random) / 8
+    conditions: dict[str, Any] = {
+        name: torch.randn(1, *shape, generator=random) for name, shape in family.text_shapes().items()
+    }
+    for name in ("original_size_hw", "crop_top_left", "target_size_hw"):
+        conditions[name] = torch.full((1, 2), 64)
+    noisy = torch.randn(1, *family.latent_shape(Size(64, 64)), generator=random)
+
+    casts: list[int] = []
+    tensors: list[list[torch.Tensor]] = []
+    as_in_peft = copy.deepcopy(adapted_denoiser)
+    for _, module in lora_modules(as_in_peft):
+        module.cast_input_dtype_enabled = True
+    for denoiser in (as_in_peft, adapted_denoiser):
+        with Casts() as counted, torch.autocast("cpu", torch.bfloat16):
+            prediction = family.denoiser.predict(denoiser, noisy, torch.tensor([500.0]), conditions)
+            prediction.square().mean().backward()
+        casts.append(counted.count)
+        gradients = [cast("torch.Tensor", weight.grad) for weight in trainable_weights(denoiser)]
+        tensors.append([prediction.detach(), *gradients])
+
+    assert differing_tensors(*tensors) == []
+    assert casts[0] - casts[1] >= 2 * 20, "one cast forward and one backward per layer"
