@@ -37,7 +37,7 @@ install: $(if $(wildcard $(VENV)/installed-dev),install-dev,$(VENV)/installed)
 install-dev: $(VENV)/installed-dev
 
 # The extras of pyproject.toml that are no tools of developers.
-USER_EXTRAS := demo,dg,gpu,heif,k8s,postgres,ray,s3
+USER_EXTRAS := demo,dg,gpu,heif,k8s,postgres,ray,s3,tagger
 
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 

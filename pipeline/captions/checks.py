@@ -44,7 +44,7 @@ def _captions_readable(report: Report) -> Outcome:
         summary = f"the model wrote {counted(report['samples'], 'readable caption')}"
         return Outcome(True, summary, numbers=numbers)
     summary = f"{counted(number, 'image')} without a readable caption, first {rows[0]['sample_id']}"
-    fix = "change captions.prompt, or write captions for these images"
+    fix = "change captions.prompt or lower captions.tagger.threshold, or write captions for these images"
     return Outcome(False, summary, fix, rows, numbers)
 
 

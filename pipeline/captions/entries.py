@@ -14,6 +14,7 @@ from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.recipe_entries import STAT_COLUMNS, STATS, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec, EntryState, Store, TensorSpec
 from pipeline.captions.model import CaptionModel
+from pipeline.captions.tags import comparable_tags
 from pipeline.encoding.fill import EntryRequests, Row
 from pipeline.encoding.jobs import Job
 from pipeline.images.geometry import Size
@@ -22,7 +23,7 @@ from pipeline.storage.source import MAX_TEXT_BYTES
 from pipeline.versions import CAPTIONER_VERSION, PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
-    from pipeline.recipe import CaptionSettings, DatasetSettings
+    from pipeline.recipe import CaptionSettings
 
 NUM_TOKENS, CUT = "num_tokens", "cut"
 """Metadata of an entry: the number of tokens of the text, and 1 if it reached the maximum, otherwise 0."""
@@ -98,8 +99,7 @@ def caption_requests(
         kind="captions",
         rows=rows,
         settings={
-            "prompt": settings.prompt,
-            "max_tokens": settings.max_tokens,
+            "captions": same_request(settings).model_dump_json(),
             "dtype": model.dtype,
             "background": recipe.latents.background,
             "max_file_bytes": recipe.checks.max_file_bytes,
@@ -130,11 +130,24 @@ def with_keys(
 
 def _inputs(entries: RecipeEntries, model: CaptionModel, settings: CaptionSettings) -> dict[str, Any]:
     """Return the inputs of the keys that images of one dataset share."""
-    return {
+    common = {
         "version": CAPTIONER_VERSION,
         "preprocessing_version": PREPROCESSING_VERSION,
         "background": list(entries.recipe.latents.background),
         "model": model.fingerprint,
+    }
+    if (tagger := settings.tagger) is not None:
+        vocabulary = tagger.vocabulary
+        return {
+            **common,
+            "threshold": tagger.threshold,
+            "character_threshold": tagger.character_threshold,
+            "ratings": tagger.ratings,
+            "vocabulary": None if vocabulary is None else sorted(comparable_tags(vocabulary)),
+            "exclude": sorted(comparable_tags(tagger.exclude)),
+        }
+    return {
+        **common,
         "prompt": settings.prompt,
         "max_tokens": settings.max_tokens,
         "dtype": model.dtype,
@@ -144,12 +157,15 @@ def _inputs(entries: RecipeEntries, model: CaptionModel, settings: CaptionSettin
 def stated_inputs(
     entries: RecipeEntries, model: CaptionModel, settings: CaptionSettings, row: Row
 ) -> dict[str, Any]:
-    """Return the inputs of the key as the entry's metadata states them: with the hash of the prompt."""
-    # A prompt may be longer than the header of an entry.
-    prompt = hashlib.sha256(settings.prompt.encode("utf-8", "surrogatepass")).hexdigest()
+    """Return the inputs of the key as the entry's metadata states them: with hashes of long ones."""
     size = [row["given_height"], row["given_width"]]
-    common = _inputs(entries, model, settings)
-    return {**common, "prompt": prompt, "content_hash": row["content_hash"], "size": size}
+    inputs = {**_inputs(entries, model, settings), "content_hash": row["content_hash"], "size": size}
+    # A prompt or a vocabulary may be longer than the header of an entry.
+    if settings.tagger is None:
+        inputs["prompt"] = hashlib.sha256(settings.prompt.encode("utf-8", "surrogatepass")).hexdigest()
+    else:
+        inputs |= {name: canonical_hash(inputs[name]) for name in ("vocabulary", "exclude")}
+    return inputs
 
 
 def _job(row: Row, inputs: dict[str, Any]) -> Job:
@@ -163,9 +179,8 @@ def _recorded(name: str, state: EntryState) -> int:
     return -1 if count is None else count  # no caption is without its counts
 
 
-def same_request(dataset: DatasetSettings) -> CaptionSettings:
+def same_request(captions: CaptionSettings) -> CaptionSettings:
     """Return the settings that decide what the model writes; datasets with equal ones share a launch."""
-    captions = dataset.captions
-    names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype")
+    names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype", "tagger")
     values = {name: getattr(captions, name) for name in names}
     return type(captions).model_validate({"from": "model", **values})

@@ -1,4 +1,4 @@
-"""The vision-language model of a dataset's captions: its folder, fingerprint and dtype."""
+"""The model of a dataset's captions, a vision-language model or a tagger: folder, fingerprint and dtype."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.captions.tags import TAGS_FILE, read_tags, require_known
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import read_json, tokenizer_files, weight_files
 from pipeline.models.fingerprints import Fingerprints, ModelPart
@@ -14,6 +15,9 @@ from pipeline.models.transformers_folder import resolve_folder
 if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import CaptionSettings
+
+ONNX_FILE = "model.onnx"
+"""File of a tagger's weights."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,8 +30,9 @@ class CaptionModel:
     """A model that is ready to be used.
 
     Attributes:
-        folder: Its folder, in the format of transformers.
-        fingerprint: Hash of its configurations, tokenizer, chat template and weights.
+        folder: Its folder, in the format of transformers, or of a tagger.
+        fingerprint: Hash of its configurations, tokenizer, chat template and weights; of a tagger, of its
+            tags and weights.
         dtype: Dtype in which it runs, never "auto".
     """
 
@@ -40,14 +45,25 @@ def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionM
     """Return the model of a dataset with `captions.from: model`; it is downloaded if it is not here.
 
     Raises:
-        ModelError: The model is missing, incomplete, or cannot be downloaded.
+        ModelError: The model is missing, incomplete, or cannot be downloaded; or the recipe names tags that
+            it does not have.
     """
     assert settings.model is not None, "the recipe requires it"
     where = f"{entries.recipe.source}, datasets[].captions"
+    part_of = _part if settings.tagger is None else _tagger_part
     folder = resolve_folder(
-        settings.model, settings.revision, _part, key="captions.model", where=where, log=entries.log
+        settings.model,
+        settings.revision,
+        part_of,
+        key="captions.model",
+        where=where,
+        log=entries.log,
+        files=None if settings.tagger is None else (ONNX_FILE, TAGS_FILE),
     )
-    fingerprint = Fingerprints(entries.machine_state_dir, log=entries.log).of([_part(folder)])
+    fingerprint = Fingerprints(entries.machine_state_dir, log=entries.log).of([part_of(folder)])
+    if settings.tagger is not None:
+        require_known(settings.tagger, read_tags(folder), where=where)
+        return CaptionModel(folder, fingerprint, "float32")
     dtype = _stated_dtype(folder) if settings.dtype == "auto" else settings.dtype
     return CaptionModel(folder, fingerprint, dtype)
 
@@ -57,6 +73,8 @@ def _part(folder: Path) -> ModelPart:
     config = folder / "config.json"
     if not config.is_file():
         fix = "set captions.model to a complete folder or repository in the format of transformers"
+        if (folder / ONNX_FILE).is_file():
+            fix = "add captions.tagger: {}, if the model is a tagger"
         raise ModelError("the captioning model has no config.json", where=str(folder), fix=fix)
 
     weights = weight_files(folder)
@@ -67,6 +85,17 @@ def _part(folder: Path) -> ModelPart:
     others = (folder / name for name in _CONFIGS)
     configs = (config, *(file for file in others if file.is_file()), *tokenizer_configs)
     return ModelPart("captioner", configs, (*weights, *vocabularies))
+
+
+def _tagger_part(folder: Path) -> ModelPart:
+    """Return the files of a tagger; raises ModelError if one is missing."""
+    files = (folder / ONNX_FILE, folder / TAGS_FILE)
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if missing is not None:
+        needed = f"a folder or repository with {ONNX_FILE} and {TAGS_FILE}"
+        fix = f"set captions.model to {needed}, or remove captions.tagger"
+        raise ModelError(f"the tagger has no {missing}", where=str(folder), fix=fix)
+    return ModelPart("tagger", (), files)
 
 
 def _stated_dtype(folder: Path) -> str:

@@ -112,7 +112,7 @@ def by_request(recipe: Recipe, images: pl.DataFrame) -> Iterator[tuple[CaptionSe
     names: dict[CaptionSettings, list[str]] = {}
     for dataset in recipe.datasets:
         if dataset.captions.from_ == "model":
-            names.setdefault(same_request(dataset), []).append(dataset.name)
+            names.setdefault(same_request(dataset.captions), []).append(dataset.name)
     for settings, datasets in names.items():
         of_model = images.filter(pl.col("dataset").is_in(datasets))
         # Without an image, the model is not needed, nor downloaded.

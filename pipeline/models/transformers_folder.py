@@ -19,7 +19,7 @@ from pipeline.models.hub import (
 from pipeline.recipe import in_project
 
 
-def resolve_folder(
+def resolve_folder(  # noqa: PLR0913 - all but the first three are keywords
     source: str,
     revision: str | None,
     require_complete: Callable[[Path], object],
@@ -27,6 +27,7 @@ def resolve_folder(
     key: str,
     where: str,
     log: Log,
+    files: tuple[str, ...] | None = None,
 ) -> Path:
     """Return the local folder of a source, which is a folder of the project or a Hub id.
 
@@ -39,6 +40,8 @@ def resolve_folder(
         key: Key of the source in the recipe, for messages.
         where: File and section of the recipe, for messages.
         log: Receives the progress of a download.
+        files: Files to download. None means configurations, tokenizer and weights, as for a component of a
+            base model.
 
     Raises:
         ModelError: The source does not exist, is incomplete, or cannot be downloaded.
@@ -61,13 +64,15 @@ def resolve_folder(
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     require_revision(revision, where)
-    config = try_to_load_from_cache(source, "config.json", revision=revision)
-    if isinstance(config, str) and _is_complete(Path(config).parent, require_complete):
-        return Path(config).parent
+    first = "config.json" if files is None else files[0]
+    present = try_to_load_from_cache(source, first, revision=revision)
+    if isinstance(present, str) and _is_complete(Path(present).parent, require_complete):
+        return Path(present).parent
     with explain_download_errors(source, where):
         require_access(source, revision)
-        files = HfApi().list_repo_files(source, revision=revision)
-        return download_files(source, revision, component_files(files, ""), log=log)
+        stored = HfApi().list_repo_files(source, revision=revision)
+        chosen = component_files(stored, "") if files is None else [each for each in files if each in stored]
+        return download_files(source, revision, chosen, log=log)
 
 
 def _is_complete(folder: Path, require_complete: Callable[[Path], object]) -> bool:

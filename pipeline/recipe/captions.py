@@ -90,8 +90,42 @@ class ReplaceSettings(Settings):
     ignore_case: bool = Field(default=False, description="Whether a and A are the same.")
 
 
+class TaggerSettings(Settings):
+    """Tags in place of sentences: the model is a tagger of the WD14 family."""
+
+    threshold: float = Field(
+        default=0.35,
+        gt=0.0,
+        le=1.0,
+        description="Smallest probability of a tag in the caption.",
+    )
+    character_threshold: float = Field(
+        default=0.85,
+        gt=0.0,
+        le=1.0,
+        description="Smallest probability of a tag that names a character, in place of `threshold`.",
+    )
+    ratings: bool = Field(
+        default=False,
+        description="Whether the caption also has the most probable one of the model's ratings, such as "
+        "general or sensitive.",
+    )
+    vocabulary: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        description="The only tags that captions may have; null allows all tags of the model. Spaces and "
+        "underscores are the same, and so are A and a.",
+        examples=[["1girl", "long hair", "outdoors"]],
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(),
+        description="Tags that no caption has, written as in `vocabulary`.",
+        examples=[["virtual youtuber", "commentary"]],
+    )
+
+
 _OF_FILES = ("suffix", "json_key", "encoding", "fallback_encoding")
-_OF_MODELS = ("model", "revision", "prompt", "when", "max_tokens", "resolution", "dtype")
+_OF_MODELS = ("model", "revision", "prompt", "when", "max_tokens", "resolution", "dtype", "tagger")
+_OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype")
 
 
 def _model_key(default: Any, **options: Any) -> Any:
@@ -127,7 +161,7 @@ class CaptionSettings(Settings):
         min_length=1,
         description="Vision-language model that writes the captions with `from: model`: a Hub id "
         "(owner/name), or a folder relative to the project root, of a model that transformers' "
-        "`AutoModelForImageTextToText` loads.",
+        "`AutoModelForImageTextToText` loads. With `tagger`, a tagger.",
         examples=["HuggingFaceTB/SmolVLM-500M-Instruct"],
     )
     revision: str | None = _model_key(
@@ -162,6 +196,12 @@ class CaptionSettings(Settings):
         "auto",
         description="Dtype in which the model runs. auto: the dtype that its configuration states, otherwise "
         "float32.",
+    )
+    tagger: TaggerSettings | None = _model_key(
+        None,
+        description="The model is a tagger of the WD14 family, with the files model.onnx and "
+        "selected_tags.csv, and captions are lists of tags. `tagger: {}` means the defaults below; null "
+        "means a vision-language model. Needs the package onnxruntime.",
     )
     suffix: Suffixes = Field(
         default=".txt",
@@ -265,16 +305,7 @@ class CaptionSettings(Settings):
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
-        if self.from_ == "model" and self.model is None:
-            what, fix = "captions.model is required with from: model", "set model to a Hub id or a folder"
-            yield Violation("model", what, fix, involves=("model", "from"))
-        if self.revision is not None and self.model is None:
-            what, fix = "captions.revision requires captions.model", "set model, or remove revision"
-            yield Violation("revision", what, fix, involves=("model", "revision"))
-        for key in _OF_FILES:
-            if self.from_ == "model" and not self.reads_files and getattr(self, key) != _default(key):
-                what = f"{key} requires when: missing, got when: {self.when}, which reads no caption files"
-                yield Violation(key, what, f"set when: missing, or remove {key}", involves=(key, "when"))
+        yield from self._model_violations()
         if self.from_ == "fixed" and self.text is None:
             what = "captions.text is required with from: fixed"
             yield Violation("text", what, "set text to the caption", involves=("text", "from"))
@@ -297,6 +328,22 @@ class CaptionSettings(Settings):
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
             fix = "set suffix: .json, or remove json_key"
             yield Violation("json_key", what, fix, involves=("json_key", "suffix", "from"))
+
+    def _model_violations(self) -> Iterator[Violation]:
+        if self.from_ == "model" and self.model is None:
+            what, fix = "captions.model is required with from: model", "set model to a Hub id or a folder"
+            yield Violation("model", what, fix, involves=("model", "from"))
+        if self.revision is not None and self.model is None:
+            what, fix = "captions.revision requires captions.model", "set model, or remove revision"
+            yield Violation("revision", what, fix, involves=("model", "revision"))
+        for key in _OF_LANGUAGE_MODELS:
+            if self.tagger is not None and getattr(self, key) != _default(key):
+                what = f"{key} requires a vision-language model, and captions.tagger states a tagger"
+                yield Violation(key, what, f"remove {key}, or remove tagger", involves=(key, "tagger"))
+        for key in _OF_FILES:
+            if self.from_ == "model" and not self.reads_files and getattr(self, key) != _default(key):
+                what = f"{key} requires when: missing, got when: {self.when}, which reads no caption files"
+                yield Violation(key, what, f"set when: missing, or remove {key}", involves=(key, "when"))
 
 
 def _default(key: str) -> Any:

@@ -426,7 +426,8 @@ OPTIONAL_SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _gate(
             "captions_readable",
             "The model wrote a readable caption for each image that it got.",
-            "Change captions.prompt, or write captions for the listed images.",
+            "Change captions.prompt or lower captions.tagger.threshold, or write captions for the listed "
+            "images.",
         ),
         _warning(
             "captions_complete",

@@ -81,6 +81,10 @@ KEYS = {
             "trigger placeholder class_words prefix postfix revision prompt when max_tokens resolution dtype",
         ),
         *_keys(
+            "datasets.captions.tagger",
+            "threshold character_threshold ratings vocabulary exclude",
+        ),
+        *_keys(
             "datasets.captions.replace",
             "find with whole_words ignore_case",
         ),

@@ -6,9 +6,9 @@ images that the model gets in one size are captioned together: their inputs need
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from PIL import Image
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.store import Store
 from pipeline.captions.entries import CUT, FAILED, NUM_TOKENS, as_tensor
+from pipeline.captions.worker.tagger import Tagger
 from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
@@ -25,6 +26,7 @@ from pipeline.images.decode import load_pixels
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Crop, Geometry, Size
 from pipeline.processes.worker.devices import out_of_memory_as
+from pipeline.recipe.captions import CaptionSettings
 from pipeline.storage.addresses import address
 from pipeline.storage.remote_source import source_at
 
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.storage.source import Source
+
+CaptionWriter: TypeAlias = Callable[[Sequence[Image.Image]], list[tuple[str, int, bool]]]
+"""Returns for each image the text, its length, and whether it was cut off."""
 
 GPU_BATCH = 8
 """Number of images of one size that are captioned together on a GPU."""
@@ -142,6 +147,14 @@ def _without_prompt(text: str, prompt: str) -> str:
     return text[start + len(prompt) :] if 0 <= start <= 2 else text
 
 
+def _writer(captions: CaptionSettings, encoding: Encoding, device: str) -> CaptionWriter:
+    """Load the model of the settings, and return its function for the captions of images."""
+    if captions.tagger is not None:
+        return Tagger(encoding.model_folder, captions.tagger).captions
+    model = Captioner(encoding.model_folder, encoding.settings["dtype"], device)
+    return lambda images: model.captions(images, captions.prompt, captions.max_tokens)
+
+
 class CaptionEncoder:
     """Captions the images of an encoding."""
 
@@ -149,8 +162,9 @@ class CaptionEncoder:
         self._settings, self._device, self._progress = encoding.settings, device, progress
         self._batch = 1 if device == "cpu" else GPU_BATCH
         self._sources: dict[str, Source] = {}
+        captions = CaptionSettings.model_validate_json(encoding.settings["captions"])
         with out_of_memory_as(self._memory_error):
-            self._captioner = Captioner(encoding.model_folder, encoding.settings["dtype"], device)
+            self._captions = _writer(captions, encoding, device)
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
         """Yield each job with its caption.
@@ -180,9 +194,7 @@ class CaptionEncoder:
         jobs, images = zip(*waiting, strict=True)
         try:
             with out_of_memory_as(self._memory_error):
-                captions = self._captioner.captions(
-                    images, self._settings["prompt"], self._settings["max_tokens"]
-                )
+                captions = self._captions(images)
         except ValueError as err:
             # Processors refuse some sizes; a refused image fails alone.
             if len(waiting) > 1:

@@ -10,13 +10,19 @@ import pytest
 from PIL import Image
 
 from demo.tiny_models.captioners import write_blip2, write_idefics3, write_qwen2_5_vl
+from demo.tiny_models.tagger import write_tagger
 from pipeline.captions.stage import ASSET, caption_images
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
 from tests.in_process_worker import InProcessLaunch
 
-WRITERS = {"idefics3": write_idefics3, "blip2": write_blip2, "qwen2_5_vl": write_qwen2_5_vl}
+WRITERS = {
+    "idefics3": write_idefics3,
+    "blip2": write_blip2,
+    "qwen2_5_vl": write_qwen2_5_vl,
+    "tagger": write_tagger,
+}
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import polars as pl
 import pytest
 from PIL import Image, ImageDraw
@@ -8,6 +11,7 @@ from pipeline.cache.store import Store
 from pipeline.captions.entries import as_tensor, caption_spec, given_size, read_caption
 from pipeline.captions.report import sheet_path
 from pipeline.encoding.fill import CAPTIONS_MODULE
+from pipeline.errors import ModelError
 from pipeline.images.geometry import Size
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.edited_captions import current_captions, edit_captions
@@ -45,6 +49,45 @@ def test_C17_only_what_changed_is_captioned_again(captioned: Captioned) -> None:
     assert (report["encoded"], report["reused"]) == (3, 0)
     _, report, modules = captioned.run()
     assert (report["encoded"], modules) == (0, []), "captions of an earlier prompt are still in the cache"
+
+
+def test_C17_thresholds_and_vocabulary_of_a_tagger_decide_its_captions(
+    captioned: Captioned, captioner: Callable[[str], Path]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    model = str(captioner("tagger"))
+    captioned.captions = {"from": "model", "model": model, "tagger": {"threshold": 0.1}}
+    table, report, modules = captioned.run()
+    assert modules == [CAPTIONS_MODULE]
+    assert table["num_tokens"].to_list() == [text.count(", ") + 1 for text in table["caption"]]
+    first_tag = table["caption"][0].split(", ")[0]
+
+    # The order of a vocabulary, its underscores and its capitals decide nothing.
+    vocabulary = [first_tag, "Outdoors"]
+    named, report, _ = captioned.run(tagger={"threshold": 0.1, "vocabulary": vocabulary})
+    assert report["encoded"] == 3
+    assert set(", ".join(named["caption"]).split(", ")) <= {first_tag, "outdoors", ""}
+    equal = ["OUTDOORS", first_tag.replace(" ", "_")]
+    _, report, _ = captioned.run(tagger={"threshold": 0.1, "vocabulary": equal})
+    assert report["encoded"] == 0
+
+    _, report, _ = captioned.run(tagger={"threshold": 0.1, "exclude": [first_tag]})
+    assert report["encoded"] == 3
+    _, report, modules = captioned.run()
+    assert (report["encoded"], modules) == (0, [])
+
+    with pytest.raises(ModelError, match="got nowhere"):
+        captioned.run(tagger={"vocabulary": ["nowhere"]})
+
+
+def test_the_files_of_a_tagger_are_required(captioned: Captioned, captioner: Callable[[str], Path]) -> None:
+    pytest.importorskip("onnx")
+    with pytest.raises(ModelError, match=r"the tagger has no model\.onnx"):
+        captioned.run(tagger={}, max_tokens=200)
+    with pytest.raises(ModelError, match="the captioning model has no config") as caught:
+        captioned.run(model=str(captioner("tagger")))
+    assert "captions.tagger: {}" in caught.value.fix
 
 
 def test_a_caption_file_wins_and_an_empty_one_does_not(captioned: Captioned) -> None:

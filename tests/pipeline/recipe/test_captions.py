@@ -52,6 +52,15 @@ def test_a_recipe_with_a_model_survives_json() -> None:
             {"from": "model", "model": "owner/captioner", "max_tokens": 0},
             "max_tokens must be between 1 and 4096",
         ),
+        (
+            {"from": "model", "model": "owner/tagger", "tagger": {}, "prompt": "What is this?"},
+            "prompt requires a vision-language model, and captions.tagger states a tagger",
+        ),
+        ({"tagger": {}}, "tagger requires from: model, got from: sidecar"),
+        (
+            {"from": "model", "model": "owner/tagger", "tagger": {"threshold": 0}},
+            "threshold must be greater than 0 and at most 1",
+        ),
         ({"from": "model", "model": "owner/captioner", "vocabulary": "tags.txt"}, "unknown key vocabulary"),
     ],
 )
