@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,8 @@ import polars as pl
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.recipe_entries import STAT_COLUMNS, STATS, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec, EntryState, Store, TensorSpec
+from pipeline.captions.examples import EXAMPLES, example_inputs
+from pipeline.captions.given_size import given_size
 from pipeline.captions.model import CaptionModel
 from pipeline.captions.tags import comparable_tags
 from pipeline.encoding.fill import EntryRequests, Row
@@ -59,15 +60,6 @@ def as_tensor(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(f"{text}\n".encode("utf-8", errors="replace"), np.uint8)
 
 
-def given_size(original: Size, resolution: int) -> Size:
-    """Return the size in which the model gets an image: its own, or scaled down to `resolution` squared."""
-    num_px = original.height * original.width
-    if num_px <= resolution**2:
-        return original
-    scale = resolution / math.sqrt(num_px)
-    return Size(*(max(1, int(edge * scale)) for edge in original))
-
-
 def caption_requests(
     entries: RecipeEntries,
     model: CaptionModel,
@@ -100,6 +92,7 @@ def caption_requests(
         rows=rows,
         settings={
             "captions": same_request(settings).model_dump_json(),
+            EXAMPLES: model.examples,
             "dtype": model.dtype,
             "background": recipe.latents.background,
             "max_file_bytes": recipe.checks.max_file_bytes,
@@ -146,12 +139,14 @@ def _inputs(entries: RecipeEntries, model: CaptionModel, settings: CaptionSettin
             "vocabulary": None if vocabulary is None else sorted(comparable_tags(vocabulary)),
             "exclude": sorted(comparable_tags(tagger.exclude)),
         }
-    return {
+    inputs = {
         **common,
         "prompt": settings.prompt,
         "max_tokens": settings.max_tokens,
         "dtype": model.dtype,
     }
+    # Keys without examples are those of captions that were written before there were any.
+    return {**inputs, EXAMPLES: example_inputs(model.examples)} if model.examples else inputs
 
 
 def stated_inputs(
@@ -163,6 +158,7 @@ def stated_inputs(
     # A prompt or a vocabulary may be longer than the header of an entry.
     if settings.tagger is None:
         inputs["prompt"] = hashlib.sha256(settings.prompt.encode("utf-8", "surrogatepass")).hexdigest()
+        inputs[EXAMPLES] = canonical_hash(inputs[EXAMPLES]) if model.examples else None
     else:
         inputs |= {name: canonical_hash(inputs[name]) for name in ("vocabulary", "exclude")}
     return inputs
@@ -181,6 +177,6 @@ def _recorded(name: str, state: EntryState) -> int:
 
 def same_request(captions: CaptionSettings) -> CaptionSettings:
     """Return the settings that decide what the model writes; datasets with equal ones share a launch."""
-    names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype", "tagger")
+    names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype", "examples", "tagger")
     values = {name: getattr(captions, name) for name in names}
     return type(captions).model_validate({"from": "model", **values})

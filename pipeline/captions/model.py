@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.captions.examples import examples_of
 from pipeline.captions.tags import TAGS_FILE, read_tags, require_known
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import read_json, tokenizer_files, weight_files
@@ -34,17 +35,20 @@ class CaptionModel:
         fingerprint: Hash of its configurations, tokenizer, chat template and weights; of a tagger, of its
             tags and weights.
         dtype: Dtype in which it runs, never "auto".
+        examples: See `examples_of`.
     """
 
     folder: Path
     fingerprint: str
     dtype: str
+    examples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionModel:
     """Return the model of a dataset with `captions.from: model`; it is downloaded if it is not here.
 
     Raises:
+        DatasetError: The image of an example cannot be used.
         ModelError: The model is missing, incomplete, or cannot be downloaded; or the recipe names tags that
             it does not have.
     """
@@ -65,7 +69,7 @@ def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionM
         require_known(settings.tagger, read_tags(folder), where=where)
         return CaptionModel(folder, fingerprint, "float32")
     dtype = _stated_dtype(folder) if settings.dtype == "auto" else settings.dtype
-    return CaptionModel(folder, fingerprint, dtype)
+    return CaptionModel(folder, fingerprint, dtype, examples_of(settings, where=where))
 
 
 def _part(folder: Path) -> ModelPart:

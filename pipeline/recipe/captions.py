@@ -28,6 +28,9 @@ FILENAME = "filename"
 DEFAULT_PROMPT = "Describe this image in one or two sentences."
 """Default of `captions.prompt`."""
 
+MAX_EXAMPLES = 16
+"""Maximum number of captions that a model gets as examples."""
+
 # Each order is a cache entry.
 MAX_VARIANTS = 64
 """Maximum number of cached tag orders per caption."""
@@ -123,9 +126,32 @@ class TaggerSettings(Settings):
     )
 
 
+class ExampleSettings(Settings):
+    """An image, or none, with the caption that it should have."""
+
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Image that the model sees before each image of the dataset, relative to the project "
+        "root; null for an example of the style alone.",
+        examples=["data/examples/rose.jpg"],
+    )
+    caption: str = Field(min_length=1, description="Caption in the wanted style.")
+
+
 _OF_FILES = ("suffix", "json_key", "encoding", "fallback_encoding")
-_OF_MODELS = ("model", "revision", "prompt", "when", "max_tokens", "resolution", "dtype", "tagger")
-_OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype")
+_OF_MODELS = (
+    "model",
+    "revision",
+    "prompt",
+    "when",
+    "max_tokens",
+    "resolution",
+    "dtype",
+    "examples",
+    "tagger",
+)
+_OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype", "examples")
 
 
 def _model_key(default: Any, **options: Any) -> Any:
@@ -196,6 +222,13 @@ class CaptionSettings(Settings):
         "auto",
         description="Dtype in which the model runs. auto: the dtype that its configuration states, otherwise "
         "float32.",
+    )
+    examples: tuple[ExampleSettings, ...] = _model_key(
+        (),
+        max_length=MAX_EXAMPLES,
+        description="Captions in the wanted style, which the model gets before each image as earlier "
+        "messages of a chat: `prompt` with an image, and the caption as its answer. Only for models with a "
+        "chat template. Each example takes memory and time for every image.",
     )
     tagger: TaggerSettings | None = _model_key(
         None,

@@ -43,6 +43,7 @@ KEYS = {
         "datasets.images",
         "datasets.mask.path",
         "datasets.references.path",
+        "datasets.captions.examples.image",
         "training.sample_prompts.references",
         "training.lora.start_from",
         "evaluation.prompts.references",
@@ -79,6 +80,10 @@ KEYS = {
             "datasets.captions",
             "from suffix fallback json_key text columns lines encoding fallback_encoding "
             "trigger placeholder class_words prefix postfix revision prompt when max_tokens resolution dtype",
+        ),
+        *_keys(
+            "datasets.captions.examples",
+            "caption",
         ),
         *_keys(
             "datasets.captions.tagger",

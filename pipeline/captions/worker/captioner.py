@@ -6,7 +6,7 @@ images that the model gets in one size are captioned together: their inputs need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.store import Store
 from pipeline.captions.entries import CUT, FAILED, NUM_TOKENS, as_tensor
+from pipeline.captions.examples import EXAMPLES, example_pixels
 from pipeline.captions.worker.tagger import Tagger
 from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, Outcome
 from pipeline.encoding.progress import Progress
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 CaptionWriter: TypeAlias = Callable[[Sequence[Image.Image]], list[tuple[str, int, bool]]]
 """Returns for each image the text, its length, and whether it was cut off."""
+
+Example: TypeAlias = tuple[Image.Image | None, str]
+"""An image, or None, and the caption that it should have."""
 
 GPU_BATCH = 8
 """Number of images of one size that are captioned together on a GPU."""
@@ -70,14 +74,24 @@ class Captioner:
         ends = model.config.get_text_config().eos_token_id if ends is None else ends
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
 
+    @property
+    def takes_examples(self) -> bool:
+        """Whether the model has a chat template, which examples require."""
+        return self._template is not None
+
     def captions(
-        self, images: Sequence[Image.Image], prompt: str, max_tokens: int
+        self,
+        images: Sequence[Image.Image],
+        prompt: str,
+        max_tokens: int,
+        examples: Sequence[Example] = (),
     ) -> list[tuple[str, int, bool]]:
         """Return for each image the text, its number of tokens, and whether it was cut off.
 
         The images have one size. Prompt and text are separated as by transformers' pipeline for this task.
+        `examples` require a chat template.
         """
-        inputs = self._inputs(images, prompt).to(self._device, self._model.dtype)
+        inputs = self._inputs(images, prompt, examples).to(self._device, self._model.dtype)
         with torch.inference_mode():
             output: Tensor = self._model.generate(
                 **inputs, do_sample=False, num_beams=1, max_new_tokens=max_tokens
@@ -90,18 +104,19 @@ class Captioner:
             for text, before, tokens in zip(texts, prompts, written, strict=True)
         ]
 
-    def _inputs(self, images: Sequence[Image.Image], prompt: str) -> Any:
+    def _inputs(self, images: Sequence[Image.Image], prompt: str, examples: Sequence[Example]) -> Any:
         if self._template is None:
             return self._processor(images=list(images), text=[prompt] * len(images), return_tensors="pt")
-        chats = [
-            [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": image}, {"type": "text", "text": prompt}],
-                }
-            ]
-            for image in images
+        # An example is a question that has been answered; an example without an image shows the style alone.
+        answered = [
+            message
+            for image, caption in examples
+            for message in (
+                _question(image, prompt),
+                {"role": "assistant", "content": [{"type": "text", "text": caption}]},
+            )
         ]
+        chats = [[*answered, _question(image, prompt)] for image in images]
         return self._processor.apply_chat_template(
             chats,
             chat_template=self._template,
@@ -119,6 +134,11 @@ class Captioner:
         # A row that ends before the longest one is padded behind its end.
         length = next((index for index, token in enumerate(tokens) if token in self._ends), len(tokens))
         return length, length == len(tokens)
+
+
+def _question(image: Image.Image | None, prompt: str) -> dict[str, Any]:
+    shown = [] if image is None else [{"type": "image", "image": image}]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}
 
 
 def _load_processor(folder: Path) -> Any:
@@ -152,7 +172,25 @@ def _writer(captions: CaptionSettings, encoding: Encoding, device: str) -> Capti
     if captions.tagger is not None:
         return Tagger(encoding.model_folder, captions.tagger).captions
     model = Captioner(encoding.model_folder, encoding.settings["dtype"], device)
-    return lambda images: model.captions(images, captions.prompt, captions.max_tokens)
+    examples = _examples(encoding.settings)
+    if examples and not model.takes_examples:
+        raise ModelError(
+            "captions.examples require a model with a chat template, which this one lacks",
+            where=str(encoding.model_folder),
+            fix="remove captions.examples, or use a model that was trained for chats",
+        )
+    return lambda images: model.captions(images, captions.prompt, captions.max_tokens, examples)
+
+
+def _examples(settings: Mapping[str, Any]) -> list[Example]:
+    red, green, blue = settings["background"]
+    examples: list[Example] = []
+    for each in settings[EXAMPLES]:
+        image = each["image"]
+        if image is not None:
+            image = Image.fromarray(example_pixels(image, (red, green, blue)))
+        examples.append((image, each["caption"]))
+    return examples
 
 
 class CaptionEncoder:

@@ -8,10 +8,11 @@ import pytest
 from PIL import Image, ImageDraw
 
 from pipeline.cache.store import Store
-from pipeline.captions.entries import as_tensor, caption_spec, given_size, read_caption
+from pipeline.captions.entries import as_tensor, caption_spec, read_caption
+from pipeline.captions.given_size import given_size
 from pipeline.captions.report import sheet_path
 from pipeline.encoding.fill import CAPTIONS_MODULE
-from pipeline.errors import ModelError
+from pipeline.errors import DatasetError, ModelError
 from pipeline.images.geometry import Size
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.edited_captions import current_captions, edit_captions
@@ -49,6 +50,49 @@ def test_C17_only_what_changed_is_captioned_again(captioned: Captioned) -> None:
     assert (report["encoded"], report["reused"]) == (3, 0)
     _, report, modules = captioned.run()
     assert (report["encoded"], modules) == (0, []), "captions of an earlier prompt are still in the cache"
+
+
+def test_C17_a_changed_example_captions_its_dataset_again_and_nothing_else(captioned: Captioned) -> None:
+    plain, report, _ = captioned.run()
+    assert report["encoded"] == 3
+    rose = captioned.folder / "rose.png"
+    picture(7).save(rose)
+    example = {"image": str(rose), "caption": "a red rose"}
+    table, report, _ = captioned.run(examples=[example])
+    assert (report["encoded"], report["reused"]) == (3, 0)
+    assert table["caption"].to_list() != plain["caption"].to_list()
+
+    # The key has the content of the image, not its name.
+    renamed = rose.rename(rose.with_name("lily.png"))
+    _, report, modules = captioned.run(examples=[{**example, "image": str(renamed)}])
+    assert (report["encoded"], modules) == (0, [])
+    # A renamed and a new image of the dataset change what they change without examples.
+    picture(9).save(captioned.images / "b.png")
+    _, report, _ = captioned.run(examples=[{**example, "image": str(renamed)}])
+    assert (report["encoded"], report["reused"]) == (1, 2)
+    picture(1).save(captioned.images / "b.png")
+
+    _, report, _ = captioned.run(examples=[{**example, "image": str(renamed), "caption": "a rose"}])
+    assert report["encoded"] == 3
+    picture(6).save(renamed)
+    _, report, _ = captioned.run(examples=[{**example, "image": str(renamed)}])
+    assert report["encoded"] == 3
+    _, report, _ = captioned.run(examples=[{"caption": "a red rose"}])
+    assert report["encoded"] == 3
+    _, report, modules = captioned.run()
+    assert (report["encoded"], modules) == (0, [])
+
+
+def test_an_example_that_cannot_be_used_is_an_error_with_its_key(
+    captioned: Captioned, captioner: Callable[[str], Path]
+) -> None:
+    missing = captioned.folder / "none.png"
+    with pytest.raises(DatasetError, match="the image of an example cannot be used") as caught:
+        captioned.run(examples=[{"caption": "a"}, {"caption": "b", "image": str(missing)}])
+    assert "captions.examples[1].image" in caught.value.where
+    assert str(missing) in caught.value.where
+    with pytest.raises(ModelError, match="examples require a model with a chat template"):
+        captioned.run(examples=[{"caption": "a"}], model=str(captioner("blip2")))
 
 
 def test_C17_thresholds_and_vocabulary_of_a_tagger_decide_its_captions(

@@ -38,6 +38,12 @@ def test_plan_counts_captions_and_gives_pending_images_a_text(captioned: Caption
     assert forecast is not None
     assert list(forecast[0].reasons) == ["prompt changed"]
 
+    for examples in ([{"caption": "a red rose"}], [{"caption": "a lily"}]):
+        forecast = forecast_captions(RecipeEntries(captioned.recipe(examples=examples)), tables, raw)
+        assert forecast is not None
+        assert list(forecast[0].reasons) == ["examples changed"]
+        captioned.run(examples=examples)
+
 
 def test_explain_and_gc_know_the_caption(captioned: Captioned) -> None:
     recipe = captioned.recipe()

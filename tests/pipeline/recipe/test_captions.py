@@ -56,6 +56,11 @@ def test_a_recipe_with_a_model_survives_json() -> None:
             {"from": "model", "model": "owner/tagger", "tagger": {}, "prompt": "What is this?"},
             "prompt requires a vision-language model, and captions.tagger states a tagger",
         ),
+        (
+            {"from": "model", "model": "owner/tagger", "tagger": {}, "examples": [{"caption": "a rose"}]},
+            "examples requires a vision-language model",
+        ),
+        ({"from": "model", "model": "owner/captioner", "examples": [{"image": "a.png"}]}, "caption"),
         ({"tagger": {}}, "tagger requires from: model, got from: sidecar"),
         (
             {"from": "model", "model": "owner/tagger", "tagger": {"threshold": 0}},

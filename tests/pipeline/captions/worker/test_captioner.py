@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ PROMPT = "a photo of"
 MAX_TOKENS = 8
 
 
-def by_pipeline(folder: Path, image: Any, *, backend: str | None) -> str:
+def by_pipeline(
+    folder: Path, image: Any, *, backend: str | None, before: Sequence[dict[str, Any]] = ()
+) -> str:
     """Return the text of transformers' own pipeline for this task."""
     with torch.inference_mode():
         processor: Any = AutoProcessor.from_pretrained(folder, **({"backend": backend} if backend else {}))
@@ -31,7 +33,7 @@ def by_pipeline(folder: Path, image: Any, *, backend: str | None) -> str:
         if processor.chat_template is None:
             return captions(images=image, text=PROMPT, **options)[0]["generated_text"]
         content = [{"type": "image", "image": image}, {"type": "text", "text": PROMPT}]
-        return captions(text=[{"role": "user", "content": content}], **options)[0]["generated_text"]
+        return captions(text=[*before, {"role": "user", "content": content}], **options)[0]["generated_text"]
 
 
 @pytest.mark.parametrize("name", ["idefics3", "blip2", "qwen2_5_vl"])
@@ -49,6 +51,25 @@ def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
 
     backend = None if name == "qwen2_5_vl" else "pil"
     assert singles[0][0] == by_pipeline(captioner(name), images[0], backend=backend)
+
+
+def test_examples_are_earlier_messages_of_the_chat(captioner: Callable[[str], Path]) -> None:
+    folder = captioner("idefics3")
+    model = Captioner(folder, "float32", "cpu")
+    shown, images = picture(8, 50, 20), [picture(seed) for seed in range(3)]
+    examples = [(shown, "a red rose"), (None, "a lily at night")]
+    singles = [model.captions([image], PROMPT, MAX_TOKENS, examples)[0] for image in images]
+    assert model.captions(images, PROMPT, MAX_TOKENS, examples) == singles
+    assert singles != [model.captions([image], PROMPT, MAX_TOKENS)[0] for image in images]
+
+    prompt = {"type": "text", "text": PROMPT}
+    before = [
+        {"role": "user", "content": [{"type": "image", "image": shown}, prompt]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a red rose"}]},
+        {"role": "user", "content": [prompt]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a lily at night"}]},
+    ]
+    assert singles[0][0] == by_pipeline(folder, images[0], backend="pil", before=before)
 
 
 def test_a_caption_is_cut_off_if_the_model_does_not_end_it(
