@@ -32,7 +32,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.names import AFTER_CACHE, ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG, asset_key
-from assets.sources import dataset_key, model_key, model_version, new_observations, watched_addresses
+from assets.sources import base_model, captioning_models, dataset_key, new_observations, watched_addresses
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
@@ -298,10 +298,11 @@ def _source_versions(recipe: Recipe, listed: Mapping[str, str]) -> dict[AssetKey
         for address in watched_addresses(recipe)
         if str(address) in listed
     }
-    # A model on a disk that is away must not hide changes of the datasets.
-    with suppress(OSError):
-        if (version := model_version(recipe)) is not None:
-            versions[model_key(recipe)] = version
+    for model in (base_model(recipe), *captioning_models(recipe)):
+        # A model on a disk that is away must not hide changes of the datasets.
+        with suppress(OSError):
+            if (version := model.version()) is not None:
+                versions[model.key] = version
     return versions
 
 

@@ -12,6 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
+from assets.sources import captioning_models
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -32,6 +33,7 @@ def build_captions(recipe: Recipe, location: Location) -> AssetsDefinition:
         description=DESCRIPTION,
         kinds={"pytorch"},
         inputs={"raw": "raw_images"},
+        deps=[model.key for model in captioning_models(recipe)],
         launches=True,
     )
     def captions(

@@ -12,7 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.sources import model_key
+from assets.sources import base_model
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -34,7 +34,7 @@ def build_diagnosis(recipe: Recipe, location: Location) -> AssetsDefinition:
         kinds={"pytorch"},
         inputs={"latents": "vae_latents", "text": "text_embeddings"},
         # The keys of latents and texts do not contain the denoiser, which measures the losses.
-        deps=[model_key(recipe)],
+        deps=[base_model(recipe).key],
         launches=True,
     )
     def diagnosis(

@@ -1,4 +1,4 @@
-"""Source assets: datasets and base models, which no run writes. They connect the recipes that read them.
+"""Source assets: datasets and models, which no run writes. They connect the recipes that read them.
 
 The sensors of the recipes observe them, and so does *Observe* in the UI. If an observation has another data
 version than the previous one, Dagster marks the assets after it as unsynced.
@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dagster import (
     AssetKey,
@@ -40,7 +41,40 @@ DATA_VERSION_TAG = "dagster/data_version"
 """Tag by which Dagster recognises the data version of an observation."""
 
 _DATASET = "Files of a dataset, its masks or its references, which several recipes may share. Never modified."
-_MODEL = "Base model, which several recipes may share."
+_MODEL = "Base model or captioning model, which several recipes may share."
+
+
+class SourceModel(NamedTuple):
+    """A model that recipes read.
+
+    Attributes:
+        source: Folder of the project, or Hub id.
+        revision: Branch, tag or commit of the Hub id.
+        index_file: File by which its snapshot on this machine is found.
+    """
+
+    source: str
+    revision: str | None
+    index_file: str
+
+    @property
+    def key(self) -> AssetKey:
+        """Return the key of its source asset."""
+        folder = in_project(self.source)
+        if self.revision is None and folder.is_dir():
+            return AssetKey([MODELS_PREFIX, *_parts(folder)])
+        name = self.source if self.revision is None else f"{self.source}@{self.revision}"
+        return AssetKey([MODELS_PREFIX, *(_valid(part) for part in name.split("/") if part)])
+
+    def version(self) -> str | None:
+        """Return a text that changes with its files on this machine; None if it is not on it."""
+        from pipeline.models.resolve import cached_commit
+        from pipeline.raw_images.scan_fingerprint import scan_fingerprint
+
+        folder = in_project(self.source)
+        if self.revision is None and folder.is_dir():
+            return scan_fingerprint([folder])
+        return cached_commit(self.source, self.revision, index=self.index_file)
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
@@ -60,27 +94,35 @@ def dataset_keys(recipe: Recipe) -> list[AssetKey]:
     return list(dict.fromkeys(dataset_key(address) for address in watched_addresses(recipe)))
 
 
-def model_key(recipe: Recipe) -> AssetKey:
-    """Return the key of the source asset of the recipe's base model."""
-    base, revision = recipe.model.base, recipe.model.revision
-    folder = in_project(base)
-    if revision is None and folder.is_dir():
-        return AssetKey([MODELS_PREFIX, *_parts(folder)])
-    name = base if revision is None else f"{base}@{revision}"
-    return AssetKey([MODELS_PREFIX, *(_valid(part) for part in name.split("/") if part)])
+def base_model(recipe: Recipe) -> SourceModel:
+    """Return the recipe's base model."""
+    return SourceModel(recipe.model.base, recipe.model.revision, "model_index.json")
+
+
+def captioning_models(recipe: Recipe) -> list[SourceModel]:
+    """Return the distinct models that caption images of the recipe."""
+    settings = [each.captions for each in recipe.datasets if each.captions.from_ == "model"]
+    return list(
+        dict.fromkeys(
+            SourceModel(each.model, each.revision, "config.json")
+            for each in settings
+            if each.model is not None
+        )
+    )
 
 
 def source_assets(recipes: Sequence[Recipe]) -> list[AssetsDefinition]:
-    """Return one source asset for each distinct dataset and base model of the recipes."""
+    """Return one source asset for each distinct dataset and model of the recipes."""
     addresses: dict[AssetKey, Address] = {}
-    models: dict[AssetKey, Recipe] = {}
+    models: dict[AssetKey, SourceModel] = {}
     for recipe in recipes:
         addresses |= {dataset_key(address): address for address in watched_addresses(recipe)}
-        models.setdefault(model_key(recipe), recipe)
+        for model in (base_model(recipe), *captioning_models(recipe)):
+            models.setdefault(model.key, model)
 
     return [
         *(_dataset_asset(key, address) for key, address in addresses.items()),
-        *(_model_asset(key, recipe) for key, recipe in models.items()),
+        *(_model_asset(key, model) for key, model in models.items()),
     ]
 
 
@@ -117,12 +159,9 @@ def _dataset_asset(key: AssetKey, address: Address) -> AssetsDefinition:
     return _observable(key, version, description=_DATASET, kind=kind, metadata={"dagster/uri": uri})
 
 
-def _model_asset(key: AssetKey, recipe: Recipe) -> AssetsDefinition:
-    def version() -> str | None:
-        return model_version(recipe)
-
-    metadata = {"base": MetadataValue.text(without_secrets(recipe.model.base))}
-    return _observable(key, version, description=_MODEL, kind="huggingface", metadata=metadata)
+def _model_asset(key: AssetKey, model: SourceModel) -> AssetsDefinition:
+    metadata = {"source": MetadataValue.text(without_secrets(model.source))}
+    return _observable(key, model.version, description=_MODEL, kind="huggingface", metadata=metadata)
 
 
 def _observable(
@@ -146,17 +185,6 @@ def _observable(
         # Dagster calls all of its decorators for observable assets a beta.
         warnings.simplefilter("ignore", BetaWarning)
         return multi_observable_source_asset(name=name, specs=[spec], can_subset=True)(observe)
-
-
-def model_version(recipe: Recipe) -> str | None:
-    """Return a text that changes with the base model's files on this machine; None if it is not on it."""
-    from pipeline.models.resolve import cached_commit
-    from pipeline.raw_images.scan_fingerprint import scan_fingerprint
-
-    folder = in_project(recipe.model.base)
-    if recipe.model.revision is None and folder.is_dir():
-        return scan_fingerprint([folder])
-    return cached_commit(recipe.model.base, recipe.model.revision)
 
 
 def new_observations(

@@ -12,7 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.sources import model_key
+from assets.sources import base_model
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
@@ -33,7 +33,7 @@ def build_text_embeddings(recipe: Recipe, location: Location) -> AssetsDefinitio
         description=DESCRIPTION,
         kinds={"pytorch"},
         inputs={"validated": "validated_dataset"},
-        deps=[model_key(recipe)],
+        deps=[base_model(recipe).key],
         launches=True,
     )
     def text_embeddings(

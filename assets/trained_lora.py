@@ -27,7 +27,7 @@ from assets.metadata import (
     table_metadata,
 )
 from assets.names import asset_key
-from assets.sources import model_key
+from assets.sources import base_model
 from assets.step import run_step, stage_asset
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
@@ -72,7 +72,7 @@ def build_trained_lora(
         kinds={"pytorch", "huggingface"},
         inputs={"latents": "vae_latents", "text": "text_embeddings"},
         deps=[
-            model_key(recipe),
+            base_model(recipe).key,
             *([start] if start is not None else []),
             # Training does not read it, but waits for its gate.
             *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),

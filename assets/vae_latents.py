@@ -13,7 +13,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import captioned_pictures, pictures_once, publish
-from assets.sources import model_key
+from assets.sources import base_model
 from assets.step import run_step, stage_asset
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
@@ -36,7 +36,7 @@ def build_vae_latents(recipe: Recipe, location: Location) -> AssetsDefinition:
         description=DESCRIPTION,
         kinds={"pytorch"},
         inputs={"buckets": "aspect_buckets"},
-        deps=[model_key(recipe)],
+        deps=[base_model(recipe).key],
         launches=True,
     )
     def vae_latents(

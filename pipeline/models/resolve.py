@@ -162,20 +162,23 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
     return Path(index).parent
 
 
-def cached_commit(base: str, revision: str | None) -> str | None:
-    """Return the commit of a Hub id's snapshot on this machine; None if there is none, or it is no Hub id."""
+def cached_commit(base: str, revision: str | None, *, index: str = _INDEX) -> str | None:
+    """Return the commit of a Hub id's snapshot on this machine; None if there is none, or it is no Hub id.
+
+    `index` is a file that the snapshot has.
+    """
     try:
-        index = _local_index(base, revision)
+        file = _local_index(base, revision, index)
     except ValueError:  # a local path that is missing
         return None
-    return None if index is None else snapshot_commit(Path(index).parent)
+    return None if file is None else snapshot_commit(Path(file).parent)
 
 
-def _local_index(base: str, revision: str | None) -> str | None:
+def _local_index(base: str, revision: str | None, index: str = _INDEX) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
-    index = try_to_load_from_cache(base, _INDEX, revision=revision)
-    return index if isinstance(index, str) else None
+    file = try_to_load_from_cache(base, index, revision=revision)
+    return file if isinstance(file, str) else None
 
 
 def wanted_files(

@@ -29,7 +29,8 @@ def test_a_recipe_with_a_captioning_model_has_the_asset_before_validated_dataset
     graph = repository.asset_graph
     own_keys = {key for key in graph.get_all_asset_keys() if key.path[0] == "flowers"}
     assert own_keys == {KEY, *(AssetKey(["flowers", name]) for name in SPECS)}
-    assert graph.get(KEY).parent_keys == {AssetKey(["flowers", "raw_images"])}
+    model = AssetKey(["source_models", "owner", "captioner"])
+    assert graph.get(KEY).parent_keys == {AssetKey(["flowers", "raw_images"]), model}
     parents = graph.get(AssetKey(["flowers", "validated_dataset"])).parent_keys
     assert parents == {KEY, AssetKey(["flowers", "raw_images"])}
     for job in ("flowers_cache", "flowers_train"):

@@ -21,7 +21,7 @@ from dagster._core.loader import LoadingContextForTest
 from PIL import Image
 
 from assets.definitions import build_definitions
-from assets.sources import dataset_keys, model_key, source_assets, start_dependency
+from assets.sources import base_model, captioning_models, dataset_keys, source_assets, start_dependency
 from pipeline.recipe import Recipe, project_root
 from resources.run_worker import MACHINE_TAG
 from tests.small_recipe import small_recipe
@@ -133,13 +133,13 @@ def test_the_files_of_a_local_base_model_are_observed(tmp_path: Path, instance: 
     )
     repository = build_definitions([recipe]).get_repository_def()
     for asset in ("vae_latents", "text_embeddings", "diagnosis", "trained_lora"):
-        assert model_key(recipe) in repository.asset_graph.get(AssetKey(["flowers", asset])).parent_keys
+        assert base_model(recipe).key in repository.asset_graph.get(AssetKey(["flowers", asset])).parent_keys
     cursor = tick(repository, instance, "flowers", None)
     cursor = tick(repository, instance, "flowers", cursor)
-    assert num_observations(instance, model_key(recipe)) == 1
+    assert num_observations(instance, base_model(recipe).key) == 1
     (tmp_path / "base" / "config.json").write_text("[]", encoding="utf-8")
     tick(repository, instance, "flowers", cursor)
-    assert num_observations(instance, model_key(recipe)) == 2
+    assert num_observations(instance, base_model(recipe).key) == 2
 
 
 def test_a_base_model_that_is_not_on_this_machine_is_a_source_without_observations(
@@ -147,15 +147,53 @@ def test_a_base_model_that_is_not_on_this_machine_is_a_source_without_observatio
 ) -> None:
     (tmp_path / "data").mkdir()
     recipe = small_recipe(tmp_path, recache={"enabled": True})
-    key = model_key(recipe)
+    key = base_model(recipe).key
     assert key == AssetKey(["source_models", "models", "none"])
     tick(build_definitions([recipe]).get_repository_def(), instance, "flowers", None)
     assert num_observations(instance, key) == 0
 
 
+def test_a_captioning_model_is_a_source_of_captions_and_observed(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "captioner").mkdir()
+    (tmp_path / "captioner" / "config.json").write_text("{}", encoding="utf-8")
+    captions = {"from": "model", "model": str(tmp_path / "captioner")}
+    datasets = [{"name": name, "path": tmp_path / "data", "captions": captions} for name in "ab"]
+    recipe = small_recipe(tmp_path, datasets=datasets, recache={"enabled": True})
+    repository = build_definitions([recipe]).get_repository_def()
+    (model,) = captioning_models(recipe)
+    captioned, latents = (AssetKey(["flowers", name]) for name in ("captions", "vae_latents"))
+    assert model.key in repository.asset_graph.get(captioned).parent_keys
+    assert model.key not in repository.asset_graph.get(latents).parent_keys
+
+    cursor = tick(repository, instance, "flowers", None)
+    (tmp_path / "captioner" / "config.json").write_text("[]", encoding="utf-8")
+    tick(repository, instance, "flowers", cursor)
+    assert num_observations(instance, model.key) == 2
+
+
+def test_the_version_of_a_captioning_model_of_the_hub_is_the_commit_of_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    captions = {"from": "model", "model": "owner/captioner"}
+    dataset = {"name": "a", "path": tmp_path / "data", "captions": captions}
+    (model,) = captioning_models(small_recipe(tmp_path, datasets=[dataset]))
+    assert model.key == AssetKey(["source_models", "owner", "captioner"])
+    assert model.version() is None
+    repository, commit = tmp_path / "hub" / "models--owner--captioner", "0" * 40
+    for folder in ("refs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    (repository / "snapshots" / commit / "config.json").write_text("{}", encoding="utf-8")
+    assert model.version() == commit
+
+
 def test_each_dataset_and_base_model_is_one_source(recipes: list[Recipe]) -> None:
     keys = [key for asset in source_assets(recipes) for key in asset.keys]
-    assert sorted(keys) == sorted([*dataset_keys(recipes[0]), model_key(recipes[0])])
+    assert sorted(keys) == sorted([*dataset_keys(recipes[0]), base_model(recipes[0]).key])
 
 
 def test_the_keys_of_sources_are_paths_of_the_project_or_names_with_a_hash(tmp_path: Path) -> None:
@@ -166,7 +204,7 @@ def test_the_keys_of_sources_are_paths_of_the_project_or_names_with_a_hash(tmp_p
     assert key.path[1].startswith("flowers_")
     assert len(key.path[1]) == len("flowers_") + 6
     revision = small_recipe(tmp_path, model={"base": "owner/name", "revision": "v1"})
-    assert model_key(revision) == AssetKey(["source_models", "owner", "name@v1"])
+    assert base_model(revision).key == AssetKey(["source_models", "owner", "name@v1"])
 
 
 def test_names_with_other_characters_have_different_keys(tmp_path: Path) -> None:
