@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.vae import Posterior
 from pipeline.storage.source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
-from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
+from pipeline.vae_latents.worker.encoder import LatentEncoder, is_worth_comparing, posterior_noise
 from pipeline.vae_latents.worker.vae_batches import VaeBatches
 from tests.listener import Listener
 
@@ -437,3 +438,22 @@ def test_gpu_latents_equal_cpu_latents_within_float16_precision(
 def test_a_batch_has_at_least_one_image_of_any_size(tiny_sd: Path) -> None:
     batches = VaeBatches(load_family(tiny_sd), dtype="float32", device="cpu", say=print)
     assert [batches.batch_size(image_px) for image_px in (1, 64 * 64, 10**9)] == [1, 1, 1]
+
+
+def test_one_batch_is_compared_with_bfloat16_and_the_latents_stay_the_same(
+    encoding: Encoding, listener: Listener
+) -> None:
+    expected = encode(encoder_of(encoding, listener), encoding)
+    assert not [line for line in listener.lines if "bfloat16" in line]
+
+    encoder = encoder_of(encoding, listener)
+    encoder.compares = True  # as for many images on a GPU
+    latents = encode(encoder, encoding)
+    assert all(np.array_equal(latents[name], latent) for name, latent in expected.items())
+    (line,) = (line for line in listener.lines if "bfloat16" in line)
+    assert re.search(r"change latents by \d\.\d\d% of their standard deviation \(measured on 1 image\)", line)
+
+
+def test_few_images_and_a_cpu_are_not_worth_a_comparison() -> None:
+    assert not is_worth_comparing("cpu", 10_000)
+    assert not is_worth_comparing("cuda:0", 999)

@@ -19,6 +19,7 @@ from torch.nn.functional import avg_pool2d
 from pipeline.errors import LaunchError
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.vae import Posterior
+from pipeline.recipe import project_root
 from pipeline.vae_latents.worker import vae_batches
 from pipeline.vae_latents.worker.vae_batches import (
     MAX_SHAPES,
@@ -380,3 +381,27 @@ def test_the_number_of_timed_shapes_is_bounded() -> None:
     last = [modes(tuning, (1, 64, 8 * number), MIN_BATCHES + 1)[-1] for number in range(MAX_SHAPES + 3)]
     assert last == [True] * MAX_SHAPES + [False] * 3
     assert modes(tuning, (1, 64, 0), 1) == [True]
+
+
+def test_bfloat16_is_compared_with_float32_on_the_same_images() -> None:
+    """The VAE of the demo is trained, so its latents have the spread of a real model's."""
+    batches = batches_on(load_family(project_root() / "demo" / "base"))
+    pixels = [each for _, each in images(2)]
+    compared = batches.compare_bfloat16(pixels)
+    assert compared is not None
+    exact, rounded = (
+        batches.family.vae.posterior(
+            batches.family.vae.load(dtype, "cpu"),
+            torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 127.5 - 1.0,
+        ).mean
+        for dtype in ("float32", "bfloat16")
+    )
+    expected = float((rounded - exact).double().square().mean().sqrt() / exact.double().std())
+    assert compared.difference == pytest.approx(expected, rel=0.1)
+    assert 1e-4 < compared.difference < 0.05
+    assert compared.speedup > 0
+
+
+def test_a_comparison_that_runs_out_of_memory_gives_nothing(family: WorkerFamily) -> None:
+    failing_above(family, 0)
+    assert batches_on(family).compare_bfloat16([each for _, each in images(2)]) is None
