@@ -74,7 +74,17 @@ _NOT_SCANNED: dict[str, Any] = {
     **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
     **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
     **dict.fromkeys(("resolution", "resolutions", "flip", "caption_dropout"), True),
-    "captions": {"model", "revision", "prompt", "max_tokens", "resolution", "dtype", "examples", "tagger"},
+    "captions": {
+        "model",
+        "revision",
+        "prompt",
+        "max_tokens",
+        "resolution",
+        "dtype",
+        "quantize",
+        "examples",
+        "tagger",
+    },
 }
 """Keys of datasets that later stages use, and that do not decide which files raw_images lists."""
 

@@ -139,14 +139,18 @@ def _inputs(entries: RecipeEntries, model: CaptionModel, settings: CaptionSettin
             "vocabulary": None if vocabulary is None else sorted(comparable_tags(vocabulary)),
             "exclude": sorted(comparable_tags(tagger.exclude)),
         }
-    inputs = {
+    inputs: dict[str, Any] = {
         **common,
         "prompt": settings.prompt,
         "max_tokens": settings.max_tokens,
         "dtype": model.dtype,
     }
-    # Keys without examples are those of captions that were written before there were any.
-    return {**inputs, EXAMPLES: example_inputs(model.examples)} if model.examples else inputs
+    # Without examples and quantization, keys are those of captions from before there were any.
+    if model.examples:
+        inputs[EXAMPLES] = example_inputs(model.examples)
+    if settings.quantize is not None:
+        inputs["quantize"] = settings.quantize
+    return inputs
 
 
 def stated_inputs(
@@ -159,6 +163,7 @@ def stated_inputs(
     if settings.tagger is None:
         inputs["prompt"] = hashlib.sha256(settings.prompt.encode("utf-8", "surrogatepass")).hexdigest()
         inputs[EXAMPLES] = canonical_hash(inputs[EXAMPLES]) if model.examples else None
+        inputs["quantize"] = settings.quantize
     else:
         inputs |= {name: canonical_hash(inputs[name]) for name in ("vocabulary", "exclude")}
     return inputs
@@ -177,6 +182,16 @@ def _recorded(name: str, state: EntryState) -> int:
 
 def same_request(captions: CaptionSettings) -> CaptionSettings:
     """Return the settings that decide what the model writes; datasets with equal ones share a launch."""
-    names = ("model", "revision", "prompt", "max_tokens", "resolution", "dtype", "examples", "tagger")
+    names = (
+        "model",
+        "revision",
+        "prompt",
+        "max_tokens",
+        "resolution",
+        "dtype",
+        "quantize",
+        "examples",
+        "tagger",
+    )
     values = {name: getattr(captions, name) for name in names}
     return type(captions).model_validate({"from": "model", **values})

@@ -148,10 +148,11 @@ _OF_MODELS = (
     "max_tokens",
     "resolution",
     "dtype",
+    "quantize",
     "examples",
     "tagger",
 )
-_OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype", "examples")
+_OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype", "quantize", "examples")
 
 
 def _model_key(default: Any, **options: Any) -> Any:
@@ -222,6 +223,11 @@ class CaptionSettings(Settings):
         "auto",
         description="Dtype in which the model runs. auto: the dtype that its configuration states, otherwise "
         "float32.",
+    )
+    quantize: Literal["int8"] | None = _model_key(
+        None,
+        description="int8: weights of linear layers in 8 bits by torchao, to save memory, on any device. "
+        "They are rounded, so captions can differ. null means in `dtype`.",
     )
     examples: tuple[ExampleSettings, ...] = _model_key(
         (),

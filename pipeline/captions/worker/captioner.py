@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    TorchAoConfig,
+)
 
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.store import Store
@@ -52,8 +58,11 @@ _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 class Captioner:
     """A vision-language model with its processor on one device."""
 
-    def __init__(self, folder: Path, dtype: str, device: str) -> None:
-        """Load the model; raises ModelError if the folder has none that captions images."""
+    def __init__(self, folder: Path, dtype: str, device: str, *, quantize: str | None = None) -> None:
+        """Load the model; raises ModelError if the folder has none that captions images.
+
+        `quantize` is int8 or None.
+        """
         self._device = device
         with _explained(folder):
             self._processor = _load_processor(folder)
@@ -65,6 +74,7 @@ class Captioner:
                 attn_implementation="sdpa",
                 dtype=getattr(torch, dtype),
                 use_safetensors=True,
+                **_quantization(quantize, device),
                 **_LOCAL,
             )
         self._model = model.to(device).eval()
@@ -136,6 +146,15 @@ class Captioner:
         return length, length == len(tokens)
 
 
+def _quantization(quantize: str | None, device: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantize linear layers while their weights are read."""
+    if quantize is None:
+        return {}
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": device}
+
+
 def _question(image: Image.Image | None, prompt: str) -> dict[str, Any]:
     shown = [] if image is None else [{"type": "image", "image": image}]
     return {"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}
@@ -171,7 +190,7 @@ def _writer(captions: CaptionSettings, encoding: Encoding, device: str) -> Capti
     """Load the model of the settings, and return its function for the captions of images."""
     if captions.tagger is not None:
         return Tagger(encoding.model_folder, captions.tagger).captions
-    model = Captioner(encoding.model_folder, encoding.settings["dtype"], device)
+    model = Captioner(encoding.model_folder, encoding.settings["dtype"], device, quantize=captions.quantize)
     examples = _examples(encoding.settings)
     if examples and not model.takes_examples:
         raise ModelError(
@@ -271,8 +290,8 @@ class CaptionEncoder:
         return LaunchError(
             "memory ran out while images were captioned" + (f" ({usage})" if usage else ""),
             where=f"captions on {self._device}",
-            fix="free the device, set captions.dtype: bfloat16, lower captions.resolution, or use a "
-            "smaller model",
+            fix="free the device, set captions.dtype: bfloat16 or captions.quantize: int8, lower "
+            "captions.resolution, or use a smaller model",
         )
 
 

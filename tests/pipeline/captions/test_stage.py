@@ -48,6 +48,8 @@ def test_C17_only_what_changed_is_captioned_again(captioned: Captioned) -> None:
 
     _, report, _ = captioned.run(prompt="What is this?")
     assert (report["encoded"], report["reused"]) == (3, 0)
+    _, report, _ = captioned.run(quantize="int8")
+    assert (report["encoded"], report["reused"]) == (3, 0)
     _, report, modules = captioned.run()
     assert (report["encoded"], modules) == (0, []), "captions of an earlier prompt are still in the cache"
 

@@ -61,6 +61,15 @@ def test_a_recipe_with_a_model_survives_json() -> None:
             "examples requires a vision-language model",
         ),
         ({"from": "model", "model": "owner/captioner", "examples": [{"image": "a.png"}]}, "caption"),
+        (
+            {"from": "model", "model": "owner/tagger", "tagger": {}, "quantize": "int8"},
+            "quantize requires a vision-language model",
+        ),
+        (
+            {"from": "model", "model": "owner/captioner", "quantize": "nf4"},
+            "captions.quantize must be int8",
+        ),
+        ({"quantize": "int8"}, "quantize requires from: model, got from: sidecar"),
         ({"tagger": {}}, "tagger requires from: model, got from: sidecar"),
         (
             {"from": "model", "model": "owner/tagger", "tagger": {"threshold": 0}},

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForImageTextToText, AutoProcessor, TorchAoConfig, pipeline
 
 from pipeline.captions.worker.captioner import Captioner
 from pipeline.errors import ModelError
@@ -19,12 +20,12 @@ MAX_TOKENS = 8
 
 
 def by_pipeline(
-    folder: Path, image: Any, *, backend: str | None, before: Sequence[dict[str, Any]] = ()
+    folder: Path, image: Any, *, backend: str | None, before: Sequence[dict[str, Any]] = (), **load: Any
 ) -> str:
     """Return the text of transformers' own pipeline for this task."""
     with torch.inference_mode():
         processor: Any = AutoProcessor.from_pretrained(folder, **({"backend": backend} if backend else {}))
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **load)
         captions: Any = pipeline("image-text-to-text", model=model, processor=processor)
         options: dict[str, Any] = {
             "return_full_text": False,
@@ -70,6 +71,20 @@ def test_examples_are_earlier_messages_of_the_chat(captioner: Callable[[str], Pa
         {"role": "assistant", "content": [{"type": "text", "text": "a lily at night"}]},
     ]
     assert singles[0][0] == by_pipeline(folder, images[0], backend="pil", before=before)
+
+
+def test_a_quantized_model_writes_what_transformers_writes_with_it(captioner: Callable[[str], Path]) -> None:
+    folder, images = captioner("idefics3"), [picture(seed) for seed in range(3)]
+    model = Captioner(folder, "float32", "cpu", quantize="int8")
+    singles = [model.captions([image], PROMPT, MAX_TOKENS)[0] for image in images]
+    assert model.captions(images, PROMPT, MAX_TOKENS) == singles
+    quantization = TorchAoConfig(Int8WeightOnlyConfig())
+    by_transformers = [
+        by_pipeline(folder, image, backend="pil", quantization_config=quantization) for image in images
+    ]
+    assert [text for text, _, _ in singles] == by_transformers
+    exact = Captioner(folder, "float32", "cpu").captions(images, PROMPT, MAX_TOKENS)
+    assert singles != exact, "nothing was rounded"
 
 
 def test_a_caption_is_cut_off_if_the_model_does_not_end_it(
