@@ -64,9 +64,15 @@ def command(recipe: Recipe, sample: int | None, folder: Path | None) -> None:
         sys.exit(STOPPED_STATUS)
     if sample is not None:
         for name, text in table.select("sample_id", "caption").iter_rows():
-            echo(f"{name}: {text}")
+            echo(sample_line(name, text))
     echo(report["why"])
     echo(f"pictures: {sheet_path(recipe, ASSET if sample is None else SAMPLES)}")
+
+
+def sample_line(sample_id: str, caption: str) -> str:
+    """Return the line of a sample on the terminal."""
+    # A second line of a caption could pass for another image, or for an error.
+    return f"{sample_id}: {' '.join(caption.split())}"
 
 
 def _caption(recipe: Recipe, sample: int | None) -> tuple[pl.DataFrame, Report]:

@@ -36,6 +36,7 @@ from pipeline.processes.worker.devices import out_of_memory_as
 from pipeline.recipe.captions import CaptionSettings
 from pipeline.storage.addresses import address
 from pipeline.storage.remote_source import source_at
+from pipeline.storage.source import MAX_TEXT_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -265,7 +266,13 @@ class CaptionEncoder:
             )
             return
         for job, (text, num_tokens, cut) in zip(jobs, captions, strict=True):
-            yield job, Encoded({CAPTION: as_tensor(text)}, {NUM_TOKENS: num_tokens, CUT: int(cut)})
+            tensor = as_tensor(text)
+            # A tokenizer may have tokens of any length.
+            if tensor.nbytes > MAX_TEXT_BYTES:
+                detail = f"the model wrote more than {MAX_TEXT_BYTES:,} bytes"
+                yield job, Failure(FAILED, detail, "lower captions.max_tokens, or use another model")
+            else:
+                yield job, Encoded({CAPTION: tensor}, {NUM_TOKENS: num_tokens, CUT: int(cut)})
 
     def _image(self, job: Job) -> Image.Image | Failure:
         work = job.work
