@@ -102,7 +102,7 @@ def measure(pipeline: Any, lora: Path, output: Path) -> Learned:
     concept, known = concept_scenes(), known_prompts()
     prompts = [scene.caption for scene in (*concept, *known)]
     before = draw_prompts(pipeline, prompts, seed=_SEED)
-    pipeline.load_lora_weights(str(lora))
+    load_adapter(pipeline, lora)
     after = draw_prompts(pipeline, prompts, seed=_SEED)
 
     number = len(concept)
@@ -117,6 +117,23 @@ def measure(pipeline: Any, lora: Path, output: Path) -> Learned:
     sheet = before_after_sheet(_SHOWN, [before[index] for index in shown], [after[index] for index in shown])
     sheet.save(output / SHEET_FILE)
     return learned
+
+
+def load_adapter(pipeline: Any, lora: Path) -> None:
+    """Load a LoRA with diffusers, or an OFT with peft, from its folder or file in diffusers layout."""
+    from peft import get_peft_config, set_peft_model_state_dict
+    from safetensors import safe_open
+
+    file = lora / "pytorch_lora_weights.safetensors" if lora.is_dir() else lora
+    with safe_open(file, "pt") as opened:
+        weights = {key.removeprefix("unet."): opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        settings = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    if not all(key.endswith(".oft_R.weight") for key in weights):
+        pipeline.load_lora_weights(str(lora))
+        return
+    config = {key.removeprefix("unet."): value for key, value in settings.items()}
+    pipeline.unet.add_adapter(get_peft_config(config))
+    set_peft_model_state_dict(pipeline.unet, weights)
 
 
 def before_after_sheet(

@@ -16,6 +16,7 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_last_step,
     publish_step,
 )
+from pipeline.trained_lora.export.lora_files import lora_file_names
 from pipeline.trained_lora.run_folder import RunLayout, lora_steps, require_run, run_folder
 from pipeline.trained_lora.run_upload import replacing_lora
 
@@ -43,7 +44,7 @@ def command(recipe: Recipe, step: int | None, best: bool, latest: bool, run: str
 
     if latest:
         with replacing_lora(recipe, run, log_to_stderr):
-            last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
+            last_step, replaced = publish_last_step(recipe.output_dir, run, lora_file_names(recipe))
         _report(last_step, run, replaced)
         if recipe.publishes_best:
             echo("evaluation.publish is best, so the next evaluation publishes its choice again")

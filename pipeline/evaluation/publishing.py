@@ -11,6 +11,7 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_last_step,
     publish_step,
 )
+from pipeline.trained_lora.export.lora_files import lora_file_names
 from pipeline.trained_lora.run_folder import RunLayout, lora_steps, run_folder
 from pipeline.trained_lora.run_upload import replacing_lora
 
@@ -51,7 +52,7 @@ def publish_choice(recipe: Recipe, run: str, choice: Choice, *, log: Log) -> tup
             replaced = publish_step(recipe.output_dir, chosen)
             shown = f"lora/ holds step {step:,}, which the evaluation has chosen"
         else:
-            step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
+            step, replaced = publish_last_step(recipe.output_dir, run, lora_file_names(recipe))
             shown = f"lora/ holds step {step:,}, the last one"
     log(f"{shown}: " + (f"wrote {', '.join(replaced)}" if replaced else "unchanged"))
     return step, shown

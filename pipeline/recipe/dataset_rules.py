@@ -104,6 +104,10 @@ def slider_violations(datasets: Datasets, training: TrainingSettings) -> Iterato
     if training.lora.dora and any(scales):
         what = "training.lora.dora must be false with datasets[].slider: a DoRA cannot be reversed"
         yield Violation("training.lora.dora", what, "remove dora, or slider from the datasets", involves)
+    if training.lora.kind == "oft" and any(scales):
+        what = "training.lora.kind must not be oft with datasets[].slider: a rotation cannot be scaled by -1"
+        fix = "set kind: lora, or remove slider from the datasets"
+        yield Violation("training.lora.kind", what, fix, involves)
 
 
 def slider_differences(datasets: Datasets, values: Sequence[Mapping[str, Any]]) -> Iterator[Violation]:

@@ -17,6 +17,8 @@ MAX_RANK = 4096
 
 DEFAULT_KRONECKER_FACTOR = 8
 
+DEFAULT_OFT_BLOCK_SIZE = 32
+
 TEXT_ENCODER = "text_encoder"
 """Prefix of the text encoders' component names, and so of their modules' paths."""
 
@@ -95,6 +97,12 @@ class LoraSettings(Settings):
             for key in ("dropout", "dora", "rslora", "init", "start_from", "loraplus_ratio")
         ),
         ("lokr_factor", "kind", "lokr"),
+        ("oft_block_size", "kind", "oft"),
+        # peft's OFT has one block size for all layers, and rotates the inputs of linear layers only.
+        *(
+            (key, "kind", "lora", "loha", "lokr")
+            for key in ("rank", "alpha", "ranks", "conv_rank", "conv_alpha", "text_encoders")
+        ),
         *((key, "init", "kaiming", "gaussian") for key in ("dora", "start_from", "save_dtype")),
     )
 
@@ -102,13 +110,16 @@ class LoraSettings(Settings):
     alpha: float = Field(
         default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to `rank`."
     )
-    kind: Literal["lora", "loha", "lokr"] = Field(
+    kind: Literal["lora", "loha", "lokr", "oft"] = Field(
         default="lora",
         description="lora: the product of two matrices (https://arxiv.org/abs/2106.09685). loha: the "
         "Hadamard product of two such products (https://arxiv.org/abs/2108.06098), as expressive as a LoRA "
         "of rank x rank with far fewer weights. lokr: the Kronecker product of a small matrix and such a "
         "product (https://arxiv.org/abs/2309.14859), as expressive as a LoRA of rank x `lokr_factor`. loha "
-        "and lokr are exported as an equivalent LoRA, which every program can load but which is larger.",
+        "and lokr are exported as an equivalent LoRA, which every program can load but which is larger. "
+        "oft: a rotation of each layer's inputs (https://arxiv.org/abs/2306.07280), which keeps the norms of "
+        "a weight's rows. Its files can be loaded with peft, and by ComfyUI with an extension "
+        "(docs/outputs.md).",
     )
     lokr_factor: int | None = Field(
         default=None,
@@ -118,6 +129,14 @@ class LoraSettings(Settings):
         f"divide a layer's size. null means {DEFAULT_KRONECKER_FACTOR}. A larger factor trains fewer weights "
         "but exports larger files. If `rank` is at least half the longer side of the second matrix, that "
         "matrix is trained directly instead of as a product.",
+    )
+    oft_block_size: int | None = Field(
+        default=None,
+        ge=2,
+        le=MAX_RANK,
+        description="For kind: oft, the number of inputs that are rotated together. If it does not divide a "
+        f"layer's inputs, the closest divisor is used. null means {DEFAULT_OFT_BLOCK_SIZE}. Larger blocks "
+        "train more weights: (size - 1) / 2 for each input of a layer.",
     )
     dropout: float = Field(
         default=0.0,
@@ -233,6 +252,11 @@ class LoraSettings(Settings):
         return self.lokr_factor or DEFAULT_KRONECKER_FACTOR
 
     @property
+    def rotation_block(self) -> int:
+        """`oft_block_size`, or its default."""
+        return self.oft_block_size or DEFAULT_OFT_BLOCK_SIZE
+
+    @property
     def family_modules(self) -> bool:
         """True if the adapted modules are exactly the family's."""
         return self.targets == "family" and not self.modules and self.conv_rank is None
@@ -280,16 +304,20 @@ class LoraSettings(Settings):
 
     @property
     def usual_file_rank(self) -> int:
-        """Rank of most modules in the exported files; see `file_rank_of`."""
+        """Rank of most modules in the exported files, see `file_rank_of`; of OFT, its block size."""
+        if self.kind == "oft":
+            return self.rotation_block
         if self.starts_from_base_weights:
             return 2 * self.rank
         return self.rank * {"lora": 1, "loha": self.rank, "lokr": self.kronecker_factor}[self.kind]
 
     def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
-        """Return the rank of the module's matrices in the exported files.
+        """Return the rank of the module's matrices in the exported files; for OFT, the number of blocks.
 
         `weight` is the shape of its weight: (rows, columns), or (rows, columns, height, width).
         """
+        if self.kind == "oft":
+            return weight[1] // oft_block_size(weight[1], self.rotation_block)
         rank = self.size_of(module, conv=max(weight[2:], default=1) > 1)[0]
         if self.kind == "lokr":
             # rank(A kron B) = rank(A) * rank(B)
@@ -323,6 +351,15 @@ def lokr_shapes(weight: tuple[int, ...], factor: int) -> tuple[tuple[int, int], 
     """
     (left, right), (top, bottom) = (_split(length, factor) for length in weight[:2])
     return (left, top), (right, bottom * math.prod(weight[2:]))
+
+
+def oft_block_size(columns: int, size: int) -> int:
+    """Return the divisor of a weight's number of columns that is closest to `size`, as in peft.
+
+    Of two that are equally close, it is the smaller one.
+    """
+    divisors = (number for number in range(1, columns + 1) if columns % number == 0)
+    return min(divisors, key=lambda number: (abs(number - size), number))
 
 
 def _second_matrix_is_full(weight: tuple[int, ...], rank: int, factor: int) -> bool:

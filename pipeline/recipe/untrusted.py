@@ -157,7 +157,7 @@ KEYS = {
         ),
         *_keys(
             "training.lora",
-            "rank alpha kind lokr_factor dropout targets conv_rank conv_alpha loraplus_ratio "
+            "rank alpha kind lokr_factor oft_block_size dropout targets conv_rank conv_alpha loraplus_ratio "
             "dora rslora init save_dtype",
         ),
         *_keys(

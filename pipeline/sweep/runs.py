@@ -25,7 +25,7 @@ from pipeline.storage.tables import Tables
 from pipeline.sweep.halving import position
 from pipeline.sweep.scores import BY_IMAGE
 from pipeline.text_embeddings.stage import cache_text
-from pipeline.trained_lora.export.lora_files import layout_file
+from pipeline.trained_lora.export.lora_files import layout_file, lora_file_names
 from pipeline.trained_lora.export.publish import read_finished, saved_lora
 from pipeline.trained_lora.run_folder import (
     MARKER,
@@ -108,9 +108,9 @@ class VariantRun:
         """Return whether `train` has nothing to launch."""
         if step < self.steps:
             return self._is_saved(step, measured=measured) or self._trained_steps() > step
-        name = self.job.recipe.name
-        finished = read_finished(self.layout, steps=self.steps, recipe_name=name)
-        saved = saved_lora(self.layout, run=self.job.run, steps=self.steps, recipe_name=name)
+        names = lora_file_names(self.job.recipe)
+        finished = read_finished(self.layout, steps=self.steps, names=names)
+        saved = saved_lora(self.layout, run=self.job.run, steps=self.steps, names=names)
         return finished is not None or saved is not None
 
     def request_stop(self) -> None:

@@ -23,7 +23,6 @@ from pipeline.recipe.check_specs import SPECS
 from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
 from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.export.lora_files import (
-    LAYOUTS,
     PROVENANCE_FILE,
     Layout,
     LoraFile,
@@ -32,6 +31,7 @@ from pipeline.trained_lora.export.lora_files import (
     folded,
     is_factor,
     layout_file,
+    layouts_of,
     module_scale,
     read_lora_file,
     stored_magnitudes,
@@ -150,7 +150,10 @@ def _read_result(context: CheckContext) -> _Result:
             loss_trend=finished["loss_trend"],
             modules=[LoraModule.from_json(module) for module in finished["modules"]],
             recorded=_recorded_files(layout, finished, step=step),
-            files={each: read_lora_file(lora / layout_file(each, recipe.name)) for each in LAYOUTS},
+            files={
+                each: read_lora_file(lora / layout_file(each, recipe.name))
+                for each in layouts_of(recipe.training.lora)
+            },
         )
     except (KeyError, TypeError, ValueError) as err:
         what = f"the record of the run is damaged: {err}"
@@ -210,10 +213,15 @@ def _plan_completed(result: _Result) -> Outcome:
 
 
 def _delta_norms(result: _Result) -> dict[str, float]:
-    """Return the norm of each module's delta weights; 0 within rounding error."""
+    """Return the norm of each module's delta weights or of its rotation; 0 within rounding error."""
     tensors = result.files["diffusers"].tensors
     norms: dict[str, float] = {}
     for module in result.modules:
+        if module.rotation:
+            # Without rotation, all numbers are zero.
+            if (key := module.rotation_key("diffusers")) in tensors:
+                norms[module.name] = float(np.linalg.norm(tensors[key]))
+            continue
         down_key, up_key, _ = module.keys("diffusers")
         if down_key not in tensors or up_key not in tensors:
             continue
@@ -271,6 +279,8 @@ def _as_declared(recipe: Recipe, overrides: Mapping[str, Any]) -> Outcome:
 
 def _reload_equals(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
+    is_rotation = any(module.rotation for module in result.modules)
+    difference = _rotation_difference if is_rotation else _layout_difference
     for layout, file in result.files.items():
         if file.path.name in result.changed_files:
             reason = "the file changed after the run verified it"
@@ -278,7 +288,7 @@ def _reload_equals(result: _Result) -> Outcome:
         rows += [
             {"file": file.path.name, "module": module.name, "reason": reason}
             for module in result.modules
-            if (reason := _layout_difference(result, file, module, layout=layout))
+            if (reason := difference(result, file, module, layout=layout))
         ]
 
     errors = {name: item.get("max_error") for name, item in result.recorded.items()}
@@ -325,6 +335,16 @@ def _layout_difference(result: _Result, file: LoraFile, module: LoraModule, *, l
     return ""
 
 
+def _rotation_difference(result: _Result, file: LoraFile, module: LoraModule, *, layout: Layout) -> str:
+    """As `_layout_difference`, for OFT."""
+    key, trained = module.rotation_key(layout), module.rotation_key("diffusers")
+    reference = result.files["diffusers"].tensors
+    if key not in file.tensors or trained not in reference:
+        return f"{key} is missing"
+    is_equal = np.array_equal(file.tensors[key], reference[trained])
+    return "" if is_equal else f"{key} differs from the diffusers layout"
+
+
 def _shape_uniformity(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
@@ -342,7 +362,8 @@ def _shape_uniformity(result: _Result) -> Outcome:
         ]
 
     ranks = sorted({_expected_rank(result, module) for module in result.modules})
-    ranks_text = f"rank {', '.join(map(str, ranks))}"
+    is_rotation = any(module.rotation for module in result.modules)
+    ranks_text = f"{'blocks' if is_rotation else 'rank'} {', '.join(map(str, ranks))}"
     if rows or not result.modules:
         keys = counted(len(rows), "key is", "keys are")
         summary = f"{keys} missing, unexpected, or of another shape than {ranks_text} requires"

@@ -114,6 +114,7 @@ DERIVED_KEYS = {
     "training.quantize": "quantize: `TrainingSettings.packing`",
     "training.compute": "quantize: `TrainingSettings.packing`",
     "training.lora.lokr_factor": "lora.lokr_factor: resolved, only for LoKr",
+    "training.lora.oft_block_size": "lora.oft_block_size: resolved, only for OFT",
     "training.lora.start_from": "lora.start_from: hash of the file",
 }
 """Keys of `training` that decide the weights by a computed fact, each with the fact."""
@@ -285,6 +286,7 @@ def _adapter(lora: LoraSettings, family: Family) -> Facts:
         "family_targets": family.lora_targets() if lora.family_modules else None,
         # Resolved, because null and the default train the same weights.
         **({"lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else {}),
+        **({"oft_block_size": lora.rotation_block} if lora.kind == "oft" else {}),
     }
 
 

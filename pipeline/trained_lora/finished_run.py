@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.storage.atomic import write_atomically, write_bytes
 from pipeline.storage.tables import write_rows
-from pipeline.trained_lora.export.lora_files import SAMPLES_FILE, SHEET_FILE, read_provenance
+from pipeline.trained_lora.export.lora_files import (
+    SAMPLES_FILE,
+    SHEET_FILE,
+    lora_file_names,
+    read_provenance,
+)
 from pipeline.trained_lora.export.publish import (
     COMPANION_HASHES,
     JOB_HASHES,
@@ -39,7 +44,7 @@ def repaired_run(job: TrainingJob, facts: Facts, table: pl.DataFrame, *, log: Lo
     Files that changed since the run ended are written again, without training.
     """
     recipe, layout = job.recipe, RunLayout(job.folder)
-    finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
+    finished = read_finished(layout, steps=recipe.training.num_steps, names=lora_file_names(recipe))
     if finished is None:
         return None
     log(f"run {job.run} is finished and unchanged: nothing is launched")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.errors import counted
 from pipeline.storage.addresses import Url
 from pipeline.trained_lora.differences import difference_from_latest
-from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
+from pipeline.trained_lora.export.lora_files import lora_file_names
 from pipeline.trained_lora.export.publish import read_finished, saved_lora
 from pipeline.trained_lora.fingerprint import RECIPE_FACTS
 from pipeline.trained_lora.run_folder import (
@@ -97,7 +97,7 @@ def next_action(
     names of the run's files there, because only records are on this machine; LoRA files are not read then.
     """
     recipe, layout, steps = job.recipe, RunLayout(job.folder), job.recipe.training.num_steps
-    if _is_finished(layout, steps=steps, recipe_name=recipe.name, uploaded=uploaded):
+    if _is_finished(layout, steps=steps, recipe=recipe, uploaded=uploaded):
         return NextAction("finished", job.run, steps, steps)
     if _has_saved_lora(job, steps, uploaded):
         return NextAction("publish", job.run, steps, steps)
@@ -148,20 +148,18 @@ def _has_fact(facts: Facts, fact: RecipeFact, values: Mapping[str, Any]) -> bool
     return trained in (value, {}) or fact.name in _COMPUTED_FACTS
 
 
-def _is_finished(
-    layout: RunLayout, *, steps: int, recipe_name: str, uploaded: Collection[str] | None
-) -> bool:
+def _is_finished(layout: RunLayout, *, steps: int, recipe: Recipe, uploaded: Collection[str] | None) -> bool:
     if uploaded is None:
-        return read_finished(layout, steps=steps, recipe_name=recipe_name) is not None
+        return read_finished(layout, steps=steps, names=lora_file_names(recipe)) is not None
     names = {Path(name).name for name in uploaded if Path(name).parent.name == layout.exported.name}
-    expected = {layout_file(each, recipe_name) for each in LAYOUTS}
+    expected = set(lora_file_names(recipe))
     return read_record(layout.finished).get("steps") == steps and expected <= names
 
 
 def _has_saved_lora(job: TrainingJob, steps: int, uploaded: Collection[str] | None) -> bool:
     layout = RunLayout(job.folder)
     if uploaded is None:
-        return saved_lora(layout, run=job.run, steps=steps, recipe_name=job.recipe.name) is not None
+        return saved_lora(layout, run=job.run, steps=steps, names=lora_file_names(job.recipe)) is not None
     finished = read_record(layout.finished)
     return bool(finished) and finished.get("steps") != steps and steps in lora_steps(layout)
 

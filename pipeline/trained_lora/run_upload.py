@@ -23,7 +23,7 @@ from pipeline.outputs.stage_files import EXPORTED_STEP
 from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.differences import latest_other_run
 from pipeline.trained_lora.export.earlier_step import exported_step
-from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
+from pipeline.trained_lora.export.lora_files import SAMPLES_FILE, lora_file_names
 from pipeline.trained_lora.export.publish import read_finished
 from pipeline.trained_lora.run_folder import (
     MARKER,
@@ -237,7 +237,7 @@ class RunUpload:
         return self._recipe.training.num_steps
 
     def _read_finished(self) -> dict[str, Any] | None:
-        return read_finished(self._layout, steps=self._num_steps, recipe_name=self._recipe.name)
+        return read_finished(self._layout, steps=self._num_steps, names=lora_file_names(self._recipe))
 
     def _within_plan(self, steps: Iterable[int]) -> set[int]:
         return {step for step in steps if step <= self._num_steps}

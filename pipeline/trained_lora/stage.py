@@ -48,7 +48,7 @@ from pipeline.trained_lora.continued import (
 )
 from pipeline.trained_lora.duration import expected_duration, record_duration
 from pipeline.trained_lora.export.earlier_step import exported_step, forget_exported_step, publish_step
-from pipeline.trained_lora.export.lora_files import LORA_FOLDER
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER, lora_file_names
 from pipeline.trained_lora.export.publish import (
     accept_result,
     mark_finished,
@@ -361,7 +361,7 @@ def _finished(
     if finished is not None:
         return finished, "finished run"
 
-    saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, recipe_name=recipe.name)
+    saved = saved_result(layout, run=job.run, steps=recipe.training.num_steps, names=lora_file_names(recipe))
     if saved is not None:
         log(f"{NOTE}run {job.run} has saved the LoRA of step {saved['steps']}: nothing is trained")
         job.write()
@@ -426,7 +426,7 @@ def _train(
 ) -> dict[str, Any]:
     layout, num_steps = RunLayout(job.folder), len(job.plan())
     launched_at_s, returned_at_s = _launch(job, facts, table, launch=launch, log=log)
-    result = accept_result(layout, run=job.run, steps=num_steps, recipe_name=job.recipe.name)
+    result = accept_result(layout, run=job.run, steps=num_steps, names=lora_file_names(job.recipe))
     result["difference"] = difference
     result["loss_trend"] = loss_trend(layout, num_steps)
     # Startup is all time outside the work itself: imports, loading the model, process start and exit.

@@ -38,7 +38,14 @@ _DOWN_KEYS: Mapping[Layout, re.Pattern[str]] = {
 _UP_ENDINGS = {".lora_A.weight": ".lora_B.weight", ".lora_down.weight": ".lora_up.weight"}
 
 
-_OTHER_KINDS = {".hada_w1_a": "LoHa", ".lokr_w1": "LoKr", ".lokr_w1_a": "LoKr", ".oft_diag": "OFT"}
+_OTHER_KINDS = {
+    ".hada_w1_a": "LoHa",
+    ".lokr_w1": "LoKr",
+    ".lokr_w1_a": "LoKr",
+    ".oft_diag": "OFT",
+    ".oft_blocks": "OFT",
+    ".oft_R.weight": "OFT",
+}
 """Kinds of adapters that are not a LoRA, by an ending of their keys."""
 
 _NUMPY_DTYPES = frozenset(["F16", "F32", "F64"])

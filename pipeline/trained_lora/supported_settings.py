@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError, counted
 from pipeline.models.families import FAMILIES, Family
+from pipeline.models.families.parts.lora_keys import StackedKeys
 from pipeline.models.resolve import missing_files
 from pipeline.models.size_multiple import local_family
 from pipeline.models.training_adapter import missing_adapter_warning
@@ -48,6 +49,7 @@ def require_supported_settings(recipe: Recipe, family: Family | None = None) -> 
     require_objective(recipe.training, family.prediction_type())
     require_replaceable_shift(recipe.training, family)
     require_text_encoders(recipe.training, family)
+    require_rotation_keys(recipe.training, family)
     require_module_patterns(recipe.training.lora, family)
 
 
@@ -60,6 +62,19 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
         f"the text encoders of {family.spec.name} cannot be trained; {one_of(supported)} models support it",
         where="training.lora.text_encoders",
         fix=f"remove training.lora.text_encoders, or set model.base to a {one_of(supported)} model",
+    )
+
+
+def require_rotation_keys(settings: TrainingSettings, family: Family) -> None:
+    """Raise TrainingError if ComfyUI's layout of the family cannot hold the recipe's OFT."""
+    keys = family.spec.lora
+    if settings.lora.kind != "oft" or not (isinstance(keys, StackedKeys) and keys.comfyui_as_kohya):
+        return
+    raise TrainingError(
+        f"kind: oft is not available for {family.spec.name}: ComfyUI's model joins query, key and value to "
+        "one layer, which can have only one rotation of its input",
+        where="training.lora.kind",
+        fix="set it to lora, loha or lokr",
     )
 
 

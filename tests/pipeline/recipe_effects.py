@@ -185,6 +185,7 @@ EFFECTS: dict[str, Effect] = {
     "training.lora.alpha": _run({"lora": {"alpha": 8.0}}),
     "training.lora.kind": _run({"lora": {"kind": "loha"}}),
     "training.lora.lokr_factor": _run({"lora": {"lokr_factor": 4}}, lora={"kind": "lokr"}),
+    "training.lora.oft_block_size": _run({"lora": {"oft_block_size": 4}}, lora={"kind": "oft"}),
     "training.lora.dropout": _run({"lora": {"dropout": 0.1}}),
     "training.lora.targets": _run({"lora": {"targets": "blocks"}}),
     "training.lora.modules": _run({"lora": {"modules": ["*.attn2.*"]}}),

@@ -8,7 +8,7 @@ exported_step.json                   the run and its step, see `ExportedStep`; a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,8 +141,8 @@ def publish_step(output_dir: Path, exported: ExportedStep) -> list[str]:
     return publish_files(sources, output_dir / LORA_FOLDER)
 
 
-def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int, list[str]]:
-    """Publish the last step of a finished run to `output_dir/lora` again.
+def publish_last_step(output_dir: Path, run: str, names: Sequence[str]) -> tuple[int, list[str]]:
+    """Publish the last step of a finished run, with files of these names, to `output_dir/lora` again.
 
     Returns:
         The step, and the names of the files that were replaced.
@@ -152,7 +152,7 @@ def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int
     """
     layout = RunLayout(run_folder(output_dir, run))
     steps = read_record(layout.finished).get("steps", 0)
-    finished = read_finished(layout, steps=steps, recipe_name=recipe_name)
+    finished = read_finished(layout, steps=steps, names=names)
     if finished is None:
         # The job trains what is missing and publishes it, which no earlier step would replace.
         raise TrainingError(

@@ -6,7 +6,7 @@ The table of samples stays here: it has the names and captions of the images.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pipeline.trained_lora.export.lora_files import (
     LAYOUTS,
     PROVENANCE_FILE,
     SHEET_FILE,
+    Layout,
     layout_file,
 )
 from pipeline.trained_lora.export.model_card import PLACE
@@ -37,7 +38,14 @@ class HubUpload:
         return len(file) if isinstance(file, bytes) else file.stat().st_size
 
 
-def prepare_upload(lora: Path, recipe_name: str, repository: str, *, licence: str | None) -> HubUpload:
+def prepare_upload(
+    lora: Path,
+    recipe_name: str,
+    repository: str,
+    *,
+    licence: str | None,
+    layouts: Sequence[Layout] = LAYOUTS,
+) -> HubUpload:
     """Return the upload of a recipe's published LoRA, without a request.
 
     Args:
@@ -45,6 +53,7 @@ def prepare_upload(lora: Path, recipe_name: str, repository: str, *, licence: st
         recipe_name: Name of the recipe, which the names of the files contain.
         repository: Repository on the Hub, as owner/name.
         licence: Licence of the LoRA, by the Hub's identifier, such as "cc-by-4.0"; None states none.
+        layouts: Layouts of the files, see `layouts_of`.
 
     Raises:
         TrainingError: The folder has no LoRA, or the name of the repository is invalid.
@@ -60,7 +69,7 @@ def prepare_upload(lora: Path, recipe_name: str, repository: str, *, licence: st
         fix = "pass it as owner/name, such as anna/flowers-lora"
         raise TrainingError(f"invalid name of a repository: {err}", where=repository, fix=fix) from err
 
-    names = [*(layout_file(layout, recipe_name) for layout in LAYOUTS), PROVENANCE_FILE]
+    names = [*(layout_file(layout, recipe_name) for layout in layouts), PROVENANCE_FILE]
     missing = [name for name in (*names, CARD_FILE) if not (lora / name).is_file()]
     if missing:
         fix = f"train the recipe first: latentline run {recipe_name}"

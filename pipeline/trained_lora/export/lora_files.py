@@ -29,6 +29,16 @@ diffusers does not use every alpha: it takes one for a whole UNet in kohya's lay
 FLUX.1 in ComfyUI's. So the separate layers in a file of kohya's layout have the alpha of the first one, and
 ComfyUI's file has alpha = rank. `folded` moves the rest of the scale into the factors.
 
+OFT (https://arxiv.org/abs/2306.07280) rotates a layer's inputs, and has one tensor per module in two layouts:
+
+    diffusers  <denoiser>.<module>.oft_R.weight   peft reads it, with its configuration in the metadata
+    comfyui    <comfyui key>.oft_R.weight         ComfyUI reads it with github.com/Koratahiu/ComfyUI-OFTv2
+
+The tensor has a row for each block of inputs, with the numbers above the diagonal of a skew-symmetric matrix
+Q. The layer gets x R instead of x, where a block of R is I + 2 Q + 2 Q^2 + 2 Q^3 + Q^4, the first terms of
+(I + Q) (I - Q)^-1 (`OFTRotationModule` in peft/tuners/oft/layer.py). ComfyUI alone, LyCORIS and sd-scripts
+read another OFT, which rotates a layer's outputs (`oft_blocks`).
+
 ComfyUI accepts any weight of its own model by name, without ".weight" (the generic keys of
 `model_lora_keys_unet` in comfy/lora.py of github.com/comfyanonymous/ComfyUI), and scales by alpha / rank
 (`LoRAAdapter.calculate_weight` in comfy/weight_adapter/lora.py).
@@ -52,9 +62,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pipeline.recipe import LoraSettings, Recipe
+
 Layout = Literal["diffusers", "kohya", "comfyui"]
 
 LAYOUTS: tuple[Layout, ...] = ("diffusers", "kohya", "comfyui")
+
+ROTATION_LAYOUTS: tuple[Layout, ...] = ("diffusers", "comfyui")
+"""Layouts of OFT. No program reads it under kohya's names, and kohya's layers that join query, key and value
+have one input, which cannot have three rotations."""
+
+ROTATION = ".oft_R.weight"
+"""Ending of the keys of OFT's rotations, in any layout and under peft's names."""
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
 """Key in a file's metadata under which diffusers stores peft's configuration as JSON."""
@@ -141,6 +160,16 @@ def layout_file(layout: Layout, recipe_name: str) -> str:
     return f"{recipe_name}_{layout}.safetensors"
 
 
+def layouts_of(lora: LoraSettings) -> tuple[Layout, ...]:
+    """Return the layouts of the files that a run with these settings exports."""
+    return ROTATION_LAYOUTS if lora.kind == "oft" else LAYOUTS
+
+
+def lora_file_names(recipe: Recipe) -> list[str]:
+    """Return the names of the files that a run of the recipe exports, in the order of their layouts."""
+    return [layout_file(layout, recipe.name) for layout in layouts_of(recipe.training.lora)]
+
+
 @dataclass(frozen=True)
 class LoraModule:
     """One module with an adapter; `diffusers`, `kohya` and `comfyui` are its keys without a matrix's ending.
@@ -150,10 +179,11 @@ class LoraModule:
             its transformers model.
         in_features: Columns of `down`.
         out_features: Rows of `up`.
-        rank: Rows of `down`.
+        rank: Rows of `down`; of a rotation, its number of blocks.
         alpha: Numerator of the module's scale, alpha / rank.
         kernel: (height, width) of a convolution; empty for a linear layer.
         magnitude: Whether the adapter has DoRA magnitudes.
+        rotation: Whether the adapter is a rotation of the inputs (OFT), which has one tensor.
         kohya_part: Index of the module among the parts of its layer in kohya's layout.
         kohya_outs: Rows of each part's `up` in that layer; empty if the module is the entire layer.
         kohya_ranks: Rows of each part's `down` in that layer; empty if all have `rank` rows.
@@ -172,6 +202,7 @@ class LoraModule:
     kohya_part: int = 0
     kohya_outs: tuple[int, ...] = ()
     kohya_ranks: tuple[int, ...] = ()
+    rotation: bool = False
 
     @property
     def is_convolution(self) -> bool:
@@ -190,8 +221,17 @@ class LoraModule:
         suffix = "lora_magnitude_vector" if layout == "diffusers" else "dora_scale"
         return f"{self._key(layout)}.{suffix}"
 
+    def rotation_key(self, layout: Layout) -> str:
+        """Return the key of the rotation."""
+        return f"{self._key(layout)}{ROTATION}"
+
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return key to shape of each tensor of the module, or of the layer that contains it."""
+        if self.rotation:
+            # A block's numbers are those above the diagonal of a skew-symmetric matrix.
+            size = self.in_features // self.rank
+            return {self.rotation_key(layout): (self.rank, size * (size - 1) // 2)}
+
         down, up, alpha = self.keys(layout)
         outs, rank = self.outs(layout), sum(self.ranks(layout))
         ones = (1,) * len(self.kernel)
@@ -304,8 +344,9 @@ def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def is_factor(key: str) -> bool:
-    """Return whether a key, in any layout, names a down or up matrix."""
-    return key.endswith((".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight"))
+    """Return whether a key, in any layout, names a down or up matrix, or a rotation."""
+    endings = (".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight", ROTATION)
+    return key.endswith(endings)
 
 
 def is_magnitude(key: str) -> bool:

@@ -27,6 +27,13 @@ READERS_KEY = "latentline.readers"
 """Key in a file's metadata with the programs that apply the file with another strength."""
 
 
+ROTATION_READERS: dict[Layout, str] = {
+    "diffusers": "peft loads it, see the model card; diffusers' load_lora_weights does not.",
+    "comfyui": "ComfyUI loads it with the extension https://github.com/Koratahiu/ComfyUI-OFTv2 only.",
+}
+"""Programs that read the files of an OFT, by layout."""
+
+
 def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     """Return the metadata of the exported files of a complete run, without anything volatile."""
     recipe = job.recipe
@@ -34,7 +41,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     prediction, resolution = family.prediction_type(), max(recipe.budgets)
     # Other programs hide a LoRA, or take it for another kind, if these keys are missing (FAILURES R15).
     values: dict[str, object] = {
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "peft.oft" if lora.kind == "oft" else "networks.lora",
         "ss_network_dim": lora.usual_file_rank,
         "ss_network_alpha": lora.scale_of("", conv=False) * lora.usual_file_rank,
         "ss_output_name": recipe.name,
@@ -103,6 +110,9 @@ def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:
 
 def readers_note(layout: Layout, modules: Sequence[LoraModule], keys: LoraKeys) -> dict[str, str]:
     """Return metadata that names the programs that misread these modules in this layout."""
+    if any(module.rotation for module in modules):
+        note = "This is an OFT. " + ROTATION_READERS[layout]
+        return {READERS_KEY: note}
     if layout == "kohya" and any(module.magnitude for module in modules):
         note = (
             "ComfyUI divides DoRA magnitudes by other norms than kohya's tools, so it applies this file with "
@@ -152,7 +162,9 @@ def _tag_frequencies(job: TrainingJob) -> dict[str, dict[str, int]]:
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
     # Named as in LyCORIS where it has a name for the setting.
     arguments: dict[str, Any] = {}
-    if lora.kind != "lora":
+    if lora.kind == "oft":
+        arguments["trained_as"] = {"algo": "oft", "block_size": lora.rotation_block}
+    elif lora.kind != "lora":
         arguments["trained_as"] = {"algo": lora.kind, "dim": lora.rank, "alpha": lora.alpha}
     if lora.kind == "lokr":
         arguments["trained_as"] = {**arguments["trained_as"], "factor": lora.kronecker_factor}

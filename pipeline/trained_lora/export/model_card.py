@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.escaping import markdown_text, printable
 from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
+from pipeline.recipe.lora import DEFAULT_OFT_BLOCK_SIZE
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
 PLACE = '"<this folder>"'
@@ -20,6 +21,17 @@ _ZERO_SNR_LINES = [
     ")",
 ]
 """Lines that draw on a schedule of zero terminal SNR, as previews do."""
+
+_ROTATION_LINES = [
+    'file = "pytorch_lora_weights.safetensors"',
+    'with safe_open(f"{folder}/{file}", "pt") as opened:',
+    '    settings = json.loads(opened.metadata()["lora_adapter_metadata"])',
+    '    weights = {key.partition(".")[2]: opened.get_tensor(key) for key in opened.keys()}',
+    'config = get_peft_config({key.partition(".")[2]: value for key, value in settings.items()})',
+    "denoiser.add_adapter(config)",
+    "set_peft_model_state_dict(denoiser, weights)",
+]
+"""Lines that load an OFT with peft; diffusers has no loader for it."""
 
 _EMPTY_PROMPT = [
     'Pass `negative_prompt=""` if you have no other. Without it, the pipeline of this base model uses zeros',
@@ -41,6 +53,7 @@ def model_card(
         why: Reason for which an evaluation chose the step, if it did.
     """
     has_zero_snr = _needs_zero_snr(record)
+    is_rotation = record["recipe"]["training"]["lora"].get("kind") == "oft"
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
@@ -49,25 +62,16 @@ def model_card(
         f"base_model: {json.dumps(base, ensure_ascii=False)}",
         "library_name: diffusers",
         "pipeline_tag: text-to-image",
-        "tags: [lora, diffusers, text-to-image]",
+        f"tags: [{'oft' if is_rotation else 'lora'}, diffusers, text-to-image]",
         *_hub_lines(record["recipe"]),
         "---",
         "",
         f"# {markdown_text(name)}",
         "",
-        "A LoRA trained with Latentline. To use it in diffusers:",
-        "",
-        "```python",
-        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
-        "",
-        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
-        *(_ZERO_SNR_LINES if has_zero_snr else []),
-        f"pipe.load_lora_weights({PLACE})",
-        "```",
+        *(_rotation_usage if is_rotation else _usage)(base, has_zero_snr=has_zero_snr),
         "",
         *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
-        f"Use {markdown_text(f'{name}_kohya.safetensors')} with kohya's tools and "
-        f"{markdown_text(f'{name}_comfyui.safetensors')} with ComfyUI.",
+        *(_rotation_programs if is_rotation else _programs)(name),
         "",
         *(_previews(headings) if has_sheet else []),
         "| | |",
@@ -80,6 +84,54 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _usage(base: str, *, has_zero_snr: bool) -> list[str]:
+    return [
+        "A LoRA trained with Latentline. To use it in diffusers:",
+        "",
+        "```python",
+        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
+        "",
+        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
+        *(_ZERO_SNR_LINES if has_zero_snr else []),
+        f"pipe.load_lora_weights({PLACE})",
+        "```",
+    ]
+
+
+def _programs(name: str) -> list[str]:
+    return [
+        f"Use {markdown_text(f'{name}_kohya.safetensors')} with kohya's tools and "
+        f"{markdown_text(f'{name}_comfyui.safetensors')} with ComfyUI."
+    ]
+
+
+def _rotation_usage(base: str, *, has_zero_snr: bool) -> list[str]:
+    return [
+        "An OFT trained with Latentline. To use it in diffusers, from a local copy of this folder:",
+        "",
+        "```python",
+        "import json",
+        "",
+        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
+        "from peft import get_peft_config, set_peft_model_state_dict",
+        "from safetensors import safe_open",
+        "",
+        f"folder = {PLACE}",
+        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
+        *(_ZERO_SNR_LINES if has_zero_snr else []),
+        'denoiser = pipe.components.get("unet") or pipe.transformer',
+        *_ROTATION_LINES,
+        "```",
+    ]
+
+
+def _rotation_programs(name: str) -> list[str]:
+    return [
+        f"Use {markdown_text(f'{name}_comfyui.safetensors')} with ComfyUI and its extension",
+        "https://github.com/Koratahiu/ComfyUI-OFTv2.",
+    ]
 
 
 def _hub_lines(recipe: Mapping[str, Any]) -> list[str]:
@@ -116,13 +168,19 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         ("steps", f"{steps_text}, {batch}"),
         *_continued_rows(record),
         *_slider_rows(recipe),
-        ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
+        _size_row(lora, text_encoders),
         *([("noise schedule", "zero terminal SNR")] if _needs_zero_snr(record) else []),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", _resolution_text(recipe["buckets"])),
         *_dataset_rows(recipe),
         ("seed", str(training["seed"])),
     ]
+
+
+def _size_row(lora: Mapping[str, Any], text_encoders: str) -> tuple[str, str]:
+    if lora.get("kind") == "oft":
+        return "OFT", f"blocks of {lora['oft_block_size'] or DEFAULT_OFT_BLOCK_SIZE} inputs"
+    return "rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"
 
 
 def _continued_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,9 @@ from pipeline.storage.regular_files import file_sha256
 from pipeline.storage.tables import write_rows
 from pipeline.trained_lora.export.lora_files import (
     CARD_FILE,
-    LAYOUTS,
     PROVENANCE_FILE,
     SAMPLES_FILE,
     SHEET_FILE,
-    layout_file,
 )
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.job import DROPPED_FILE, INPUTS_FILE, JOB_FILE
@@ -46,8 +44,10 @@ MEASURED_HASHES = "measured_files"
 """Key in the record of a finished run: the SHA-256 of each file of `measured_hashes`."""
 
 
-def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any]:
+def accept_result(layout: RunLayout, *, run: str, steps: int, names: Sequence[str]) -> dict[str, Any]:
     """Return the worker's result, with the size and SHA-256 of each file as this process reads it.
+
+    `names` are those of `lora_file_names`.
 
     Raises:
         TrainingError: The result is missing or belongs to another run or plan, or a file is missing.
@@ -55,13 +55,12 @@ def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) 
     try:
         result = json.loads(layout.result.read_text(encoding="utf-8"))
         matches = result["run"] == run and result["steps"] == steps
-        names = [item["name"] for item in result["files"]]
+        written = [item["name"] for item in result["files"]]
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise _unusable(layout.result, f"cannot be read: {err}") from err
 
-    expected_names = [layout_file(each, recipe_name) for each in LAYOUTS]
-    if not matches or names != expected_names:
-        raise _unusable(layout.result, f"belongs to another run, plan or recipe: {result['run']}, {names}")
+    if not matches or written != list(names):
+        raise _unusable(layout.result, f"belongs to another run, plan or recipe: {result['run']}, {written}")
 
     for item in result["files"]:
         path = layout.exported / item["name"]
@@ -77,15 +76,14 @@ def mark_finished(layout: RunLayout, result: Mapping[str, Any]) -> None:
     write_checked(layout.finished, result)
 
 
-def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[str, Any] | None:
-    """Return the marker if the run finished at `steps` and its LoRA is unchanged since, else None."""
-    expected_names = {layout_file(each, recipe_name) for each in LAYOUTS}
+def read_finished(layout: RunLayout, *, steps: int, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return the marker if the run finished at `steps` and its files `names` are unchanged, else None."""
     try:
         finished = read_checked(layout.finished)
         hashes = {item["name"]: item["sha256"] for item in finished["files"]}
         is_intact = (
             finished["steps"] == steps
-            and set(hashes) == expected_names
+            and set(hashes) == set(names)
             and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in hashes.items())
             # The checks read these keys.
             and {"output_change", "loss_trend"} <= set(finished)
@@ -132,7 +130,7 @@ def damaged_companions(layout: RunLayout, finished: Mapping[str, Any]) -> list[s
     return [name for name in COMPANIONS if current.get(name) != recorded.get(name)]
 
 
-def saved_lora(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Path] | None:
+def saved_lora(layout: RunLayout, *, run: str, steps: int, names: Sequence[str]) -> dict[str, Path] | None:
     """Return the LoRA files of the checkpoint at `steps`, by name in `lora/`, or None.
 
     None unless the run has finished with another number of steps, and has an undamaged LoRA of this step.
@@ -143,16 +141,16 @@ def saved_lora(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> 
     if folder is None or finished.get("run") != run or finished.get("steps") == steps:
         return None
     hashes = read_record(folder / LORA_RECORD).get("sha256", {})
-    sources = {name: folder / name for name in (layout_file(each, recipe_name) for each in LAYOUTS)}
+    sources = {name: folder / name for name in names}
     is_intact = all(
         path.is_file() and file_sha256(path) == hashes.get(name) for name, path in sources.items()
     )
     return sources if is_intact and {"modules", "output_change"} <= set(finished) else None
 
 
-def saved_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any] | None:
+def saved_result(layout: RunLayout, *, run: str, steps: int, names: Sequence[str]) -> dict[str, Any] | None:
     """Copy the files of `saved_lora` to the run's exported files and return its result; None without them."""
-    sources = saved_lora(layout, run=run, steps=steps, recipe_name=recipe_name)
+    sources = saved_lora(layout, run=run, steps=steps, names=names)
     if sources is None:
         return None
 

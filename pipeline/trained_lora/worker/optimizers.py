@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import TrainingSettings
     from pipeline.trained_lora.worker.adapter.lora import Networks
 
-_ADAPTER_WEIGHT = re.compile(r"\.(lora|hada|lokr)_")
+_ADAPTER_WEIGHT = re.compile(r"\.(lora|hada|lokr|oft)_")
 """Where the path of a module ends in the name of one of its adapter's weights."""
 
 _UP_MATRIX = ".lora_B."

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from peft.tuners.oft import OFTLayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.worker.export.layouts import LoraWeights, ModuleWeights
 
-_OTHER_TENSORS = ("hada_w1_a", "lokr_w1", "lokr_w1_a")
+_OTHER_TENSORS = ("hada_w1_a", "lokr_w1", "lokr_w1_a", "oft_blocks", "oft_R.weight")
 """Endings of tensors of adapters that are not a LoRA."""
 
 _FIX = f"set {ADAPTER_KEY} to a LoRA of the denoiser, trained for this base model, that diffusers can load"
@@ -68,8 +69,9 @@ class TrainingAdapter:
             return output + product(inputs[0], base, down, up).to(output.dtype) if self.active else None
 
         # Added to the output instead of merged into the weight. So it is independent of the trained adapter's
-        # kind, works with quantised weights, and previews see the exact base model.
-        layer.register_forward_hook(add)
+        # kind, works with quantised weights, and previews see the exact base model. The layer inside an OFT
+        # gets the rotated inputs, which a merged adapter would see too.
+        (base if isinstance(layer, OFTLayer) else layer).register_forward_hook(add)
 
     @contextmanager
     def applied(self) -> Generator[None]:

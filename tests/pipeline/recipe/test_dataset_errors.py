@@ -27,6 +27,15 @@ CASES: list[Case] = [
     ),
     (
         {
+            "datasets": [{**PHOTOS, "slider": 1}, {**CLASS, "slider": -1, "role": "train"}],
+            "training": {"lora": {"kind": "oft"}},
+        },
+        "training.lora.kind",
+        "training.lora.kind must not be oft with datasets[].slider",
+        "set kind: lora",
+    ),
+    (
+        {
             "datasets": [
                 {**PHOTOS, "slider": 1},
                 {**PHOTOS, "name": "b", "slider": -1},

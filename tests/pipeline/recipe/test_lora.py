@@ -34,6 +34,15 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "requires init: kaiming or gaussian, got init: pissa",
         ),
         ({"lokr_factor": 4}, "training.lora.lokr_factor", "requires kind: lokr, got kind: lora"),
+        ({"oft_block_size": 8}, "training.lora.oft_block_size", "requires kind: oft, got kind: lora"),
+        (
+            {"kind": "oft", "rank": 8},
+            "training.lora.rank",
+            "requires kind: lora, loha or lokr, got kind: oft",
+        ),
+        ({"kind": "oft", "conv_rank": 8}, "training.lora.conv_rank", "requires kind: lora, loha or lokr"),
+        ({"kind": "oft", "text_encoders": {}}, "training.lora.text_encoders", "requires kind: lora, loha"),
+        ({"kind": "oft", "start_from": "a.safetensors"}, "training.lora.start_from", "requires kind: lora"),
         ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "conv_alpha requires conv_rank"),
         (
             {"learning_rates": [{"modules": "*", "learning_rate": 1e-3}] * 2},

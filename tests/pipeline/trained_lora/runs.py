@@ -138,7 +138,7 @@ def outcome(job: TrainingJob) -> Outcome:
             for line, step in zip(samples, plan, strict=True)
         ],
         bits(state.adapter),
-        bits(load_file(layout.exported / "demo_kohya.safetensors")),
+        bits(load_file(layout.exported / "pytorch_lora_weights.safetensors")),
         [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
     )
 

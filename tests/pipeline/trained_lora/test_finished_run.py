@@ -25,7 +25,7 @@ from pipeline.storage.remote_folder import RemoteFolder
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.earlier_step import publish_last_step
-from pipeline.trained_lora.export.lora_files import read_provenance
+from pipeline.trained_lora.export.lora_files import lora_file_names, read_provenance
 from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from tests.damage import DAMAGES
@@ -102,7 +102,7 @@ def test_damaged_companions_of_a_finished_run_are_written_again_and_never_publis
 
         # What a person publishes again is not damaged either.
         DAMAGES[damage](folder / "lora" / name)
-        publish_last_step(project.recipe.output_dir, folder.name, "demo")
+        publish_last_step(project.recipe.output_dir, folder.name, lora_file_names(project.recipe))
         again = files_in(lora)
         record = json.loads(again.pop("provenance.json"))
         assert record.items() >= read_provenance(lora).items()

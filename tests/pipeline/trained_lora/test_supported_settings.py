@@ -72,6 +72,7 @@ def test_a_setting_that_does_not_apply_to_the_model_is_an_error_that_names_its_k
         ("FLUX.1 dev", {"noise": {"offset": 0.1}}, "training.noise.offset"),
         ("Z-Image", {"loss": {"weighting": "debiased"}}, "training.loss.weighting"),
         ("Sana", {"lora": {"text_encoders": {}}}, "training.lora.text_encoders"),
+        ("Lumina Image 2", {"lora": {"kind": "oft"}}, "training.lora.kind"),
         ("Ideogram 4", {"timesteps": {"shift": 3.0}}, "training.timesteps.shift"),
     ],
 )

@@ -35,7 +35,7 @@ from pipeline.text_embeddings.caption_rows import file_images
 from pipeline.text_embeddings.stage import text_settings
 from pipeline.text_embeddings.worker.encoder import TextEncoder
 from pipeline.trained_lora.pictures.job import Cell, DrawingJob
-from pipeline.trained_lora.pictures.worker.file_adapter import FileAdapter, adapts_text_encoders
+from pipeline.trained_lora.pictures.worker.file_adapter import adapts_text_encoders, add_file
 from pipeline.trained_lora.previews import PROMPT_KEY, number_text
 from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
@@ -119,7 +119,7 @@ class Artist:
         report.phase("adding the LoRA")
         text_networks = self._text.networks if self._text else {}
         networks = adapted_networks(self._denoiser, text_networks)
-        self._adapter = FileAdapter(self._family, networks, file)
+        self._adapter = add_file(self._family, networks, file)
         self._loaded = job.loras[0]
         for network in networks.values():
             network.eval()

@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeline.errors import DrawingError, FamilyError, counted
 from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, LoraFile, LoraModule
+from pipeline.trained_lora.pictures.worker.file_rotation import RotationAdapter, holds_rotations
 from pipeline.trained_lora.worker.adapter.fused_layers import with_separate_parts
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, Networks, lora_modules, trainable_weights
 from pipeline.trained_lora.worker.adapter.targets import adaptable_layers
@@ -32,6 +33,17 @@ _MAX_LISTED = 5
 
 _TEXT_PREFIXES = ("text_encoder", "lora_te")
 """Beginnings of the keys of text encoders in all layouts."""
+
+
+def add_file(family: WorkerFamily, networks: Networks, file: LoraFile) -> FileAdapter | RotationAdapter:
+    """Return the adapter of a file on the layers that it names, at strength 1.
+
+    Raises:
+        DrawingError: The file has tensors that match no layer, or none that do.
+    """
+    if holds_rotations(file):
+        return RotationAdapter(networks[""], list(_all_layers(family, {"": networks[""]})), file)
+    return FileAdapter(family, networks, file)
 
 
 def adapts_text_encoders(file: LoraFile) -> bool:
@@ -88,7 +100,7 @@ class FileAdapter:
 
             # peft's `set_scale` would compute alpha / rank again, with another rounding than in training.
             for name, layer in lora_modules(network):
-                layer.scaling[ADAPTER] = strength * self._scales[f"{prefix}{name}"]
+                cast("Any", layer).scaling[ADAPTER] = strength * self._scales[f"{prefix}{name}"]
 
 
 def _add_adapter(network: nn.Module, prefix: str, modules: list[LoraModule]) -> None:

@@ -5,23 +5,33 @@ A network is the denoiser or a text encoder. Weights are named as by peft: "<mod
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.loha import LoHaLayer
 from peft.tuners.lokr import LoKrLayer
 from peft.tuners.lora import Linear, LoraLayer
+from peft.tuners.oft import OFTLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.errors import TrainingError, counted
 from pipeline.models.worker.offload.streamed_blocks import streamed_blocks, weights_loaded
 from pipeline.trained_lora.plan.random_streams import hash_bits
-from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
+from pipeline.trained_lora.worker.adapter.targets import rank_patterns, require_rotatable, target_modules
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -39,10 +49,10 @@ FROZEN_ADAPTER = "at_start"
 
 _FROZEN_PREFIX = f"{FROZEN_ADAPTER}:"
 
-Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer
+Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer | OFTLayer
 """A module with an adapter."""
 
-AdapterConfig: TypeAlias = LoraConfig | LoHaConfig | LoKrConfig
+AdapterConfig: TypeAlias = LoraConfig | LoHaConfig | LoKrConfig | OFTConfig
 """peft's configuration of an adapter."""
 
 Networks: TypeAlias = Mapping[str, nn.Module]
@@ -59,9 +69,14 @@ def add_lora(
 
     The new weights are float32 for any base dtype and depend only on `seed`; the delta weights are zero.
     `targets` are the endings of module paths that `targets: family` selects. Returns peft's configuration.
+
+    Raises:
+        TrainingError: No module is selected, a pattern matches none, or the kind cannot adapt a module.
     """
     network.requires_grad_(False)
     selected = target_modules(network, settings, targets)
+    if settings.kind == "oft":
+        require_rotatable(network, selected, settings)
     ranks, alphas = rank_patterns(network, selected, settings)
     config_targets = targets if settings.family_modules else selected
     config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
@@ -71,7 +86,7 @@ def add_lora(
     # The weights depend on the seed alone, whatever has drawn from torch's generator before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
-        network.add_adapter(config, adapter_name=ADAPTER)
+        add_adapter(network, config)
 
     _leave_casts_to_autocast(network)
 
@@ -117,6 +132,14 @@ def _leave_casts_to_autocast(network: nn.Module) -> None:
                 module.cast_input_dtype_enabled = False
 
 
+def add_adapter(network: nn.Module, config: AdapterConfig) -> None:
+    """Add peft's adapter of this configuration to the network of diffusers or transformers."""
+    with warnings.catch_warnings():
+        # peft warns for each layer with inputs that OFT's block size does not divide, which is usual.
+        warnings.filterwarnings("ignore", "Invalid `oft_block_size`", UserWarning)
+        cast("Any", network).add_adapter(config, adapter_name=ADAPTER)
+
+
 def _init_streamed_magnitudes(network: nn.Module) -> None:
     # peft reads the base weights when it creates a DoRA, and streamed weights are not readable then.
     for name, module in lora_modules(network):
@@ -133,6 +156,8 @@ def _init_streamed_magnitudes(network: nn.Module) -> None:
 def _config(
     settings: LoraSettings, targets: list[str], ranks: dict[str, int], alphas: dict[str, int]
 ) -> AdapterConfig:
+    if settings.kind == "oft":
+        return OFTConfig(oft_block_size=settings.rotation_block, target_modules=targets)
     alpha = cast("int", settings.alpha)  # peft declares int, but accepts any number
     if settings.kind != "lora":
         values: dict[str, Any] = {"r": settings.rank, "alpha": alpha, "target_modules": targets}
@@ -161,7 +186,7 @@ def trainable_weights(network: nn.Module) -> list[nn.Parameter]:
 def lora_modules(network: nn.Module) -> Iterator[tuple[str, Adapted]]:
     """Yield (path, module) of each adapted module, in the model's order."""
     for name, module in network.named_modules():
-        if isinstance(module, LoraLayer | LoHaLayer | LoKrLayer):
+        if isinstance(module, Adapted):
             yield name, module
 
 
@@ -243,7 +268,8 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
 @contextmanager
 def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
     """Multiply the effect of all adapters by `factor` within the context; 0 disables them."""
-    layers = [layer for network in networks.values() for _, layer in lora_modules(network)]
+    modules = [layer for network in networks.values() for _, layer in lora_modules(network)]
+    layers = [layer for layer in modules if not isinstance(layer, OFTLayer)]
     scales = [dict(layer.scaling) for layer in layers]
 
     # A factor of 0 would keep DoRA's magnitudes. Enabling a frozen adapter again would make it trainable.
@@ -257,13 +283,30 @@ def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
     for layer, scale in zip(layers, scales, strict=True):
         # The frozen adapter of PiSSA and OLoRA is scaled too, because it subtracts the initial weights.
         layer.scaling.update({name: factor * own for name, own in scale.items()})
-    try:
-        yield
-    finally:
-        for layer, scale in zip(layers, scales, strict=True):
-            layer.scaling.update(scale)
-        for network in disabled:
-            network.enable_adapters()
+    with ExitStack() as rotations:
+        for layer in modules:
+            if isinstance(layer, OFTLayer) and factor != 1.0:
+                rotations.callback(scale_rotation(layer, factor).remove)
+        try:
+            yield
+        finally:
+            for layer, scale in zip(layers, scales, strict=True):
+                layer.scaling.update(scale)
+            for network in disabled:
+                network.enable_adapters()
+
+
+def scale_rotation(layer: OFTLayer, factor: float) -> RemovableHandle:
+    """Multiply the effect of a layer's rotation by `factor` until the handle is removed.
+
+    With the rotation R of the inputs x, the layer gets x + factor * (x R - x). peft has no scale of its own
+    for it, and this is what the extension of ComfyUI computes (https://github.com/Koratahiu/ComfyUI-OFTv2).
+    """
+
+    def scaled(_module: nn.Module, inputs: tuple[Tensor, ...], rotated: Tensor) -> Tensor:
+        return torch.lerp(inputs[0], rotated, factor)
+
+    return layer.oft_R[ADAPTER].register_forward_hook(scaled)
 
 
 def delta_weights(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
@@ -321,6 +364,7 @@ def _delta(module: Adapted, adapter: str) -> Tensor:
 
 def _adapter_delta(module: Adapted, adapter: str) -> Tensor:
     layer = cast("Any", module)  # peft's layers have `get_delta_weight`, their base class does not declare it
+    assert not isinstance(module, OFTLayer), "a rotation multiplies the base weight, and adds nothing to it"
     if not isinstance(module, LoraLayer):
         return layer.get_delta_weight(adapter).float().cpu()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pipeline.errors import TrainingError
+from pipeline.recipe.lora import oft_block_size
 from pipeline.trained_lora.module_patterns import given_patterns, unmatched_error
 
 if TYPE_CHECKING:
@@ -79,6 +80,27 @@ def rank_patterns(
             pattern = f"^{re.escape(name)}"
             ranks[pattern], alphas[pattern] = settings.size_of(name, conv=conv)
     return ranks, alphas
+
+
+def require_rotatable(network: nn.Module, modules: list[str], settings: LoraSettings) -> None:
+    """Raise TrainingError unless OFT can rotate the inputs of all `modules`."""
+    for name in modules:
+        layer = network.get_submodule(name)
+        where = f"training.lora, {type(network).__name__}"
+        if not isinstance(layer, nn.Linear):
+            # peft rotates overlapping patches and adds them up, unlike the weight that it merges.
+            raise TrainingError(
+                f"kind: oft needs linear layers, and {name} is a convolution",
+                where=where,
+                fix="match linear layers only in training.lora.modules, or set kind: lora",
+            )
+        if oft_block_size(layer.in_features, settings.rotation_block) == 1:
+            raise TrainingError(
+                f"oft_block_size: {settings.rotation_block} leaves nothing to rotate in {name}: the closest "
+                f"divisor of its {layer.in_features} inputs is 1",
+                where=where,
+                fix="set training.lora.oft_block_size to a divisor of this number",
+            )
 
 
 def is_convolution(module: nn.Module) -> bool:

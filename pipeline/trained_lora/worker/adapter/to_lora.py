@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from peft.tuners.loha import LoHaLayer
 from peft.tuners.lokr import LoKrLayer
+from peft.tuners.oft import OFTLayer
 from torch import Tensor
 
 from pipeline.trained_lora.worker.adapter.lora import (
@@ -30,10 +31,13 @@ Shape: TypeAlias = tuple[int, ...]
 def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the LoRA that equals the adapter, under peft's names: float32 on the CPU.
 
-    A LoRA is returned as it is. With a frozen adapter, the result has twice the rank. For all other kinds
-    each number is a product of two of the adapter's numbers.
+    A LoRA is returned as it is, and so are the rotations of OFT, which no LoRA of a usual size equals. With a
+    frozen adapter, the result has twice the rank. For all other kinds each number is a product of two of the
+    adapter's numbers.
     """
     state = adapter_state(denoiser)
+    if any(isinstance(module, OFTLayer) for _, module in lora_modules(denoiser)):
+        return state
     lora = {
         name: weight
         for name, weight in state.items()

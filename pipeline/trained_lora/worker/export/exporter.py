@@ -24,7 +24,15 @@ from pipeline.errors import TrainingError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.storage.atomic import allow_readers
 from pipeline.storage.os_errors import attach_path
-from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, is_factor, layout_file
+from pipeline.trained_lora.export.lora_files import (
+    LAYOUTS,
+    ROTATION,
+    ROTATION_LAYOUTS,
+    Layout,
+    LoraModule,
+    is_factor,
+    layout_file,
+)
 from pipeline.trained_lora.export.metadata import at_step, readers_note
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
@@ -54,6 +62,14 @@ from pipeline.trained_lora.worker.export.read_back import (
     module_error,
     relative_difference,
     require_tolerable,
+)
+from pipeline.trained_lora.worker.export.rotations import (
+    file_rotations,
+    load_rotations,
+    rotation_error,
+    rotation_matrices,
+    rotation_tensors,
+    rotations,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +120,22 @@ class _TrainedLora:
             for name, weight in self.state.items()
         }
         return replace(self, state=state)
+
+    @property
+    def is_rotation(self) -> bool:
+        """Whether the adapter is an OFT."""
+        return self.modules[0].rotation
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts of the files."""
+        return ROTATION_LAYOUTS if self.is_rotation else LAYOUTS
+
+    def tensors(self, layout: Layout) -> dict[str, Tensor]:
+        """Return the tensors of a file in the layout "kohya" or "comfyui"."""
+        if self.is_rotation:
+            return rotation_tensors(layout, self.modules, self.state)
+        return layout_tensors(layout, self.modules, self.state, self.norms)
 
     @staticmethod
     def of(family: WorkerFamily, networks: Networks) -> _TrainedLora:
@@ -156,8 +188,8 @@ class Exporter:
         with attach_path(folder):
             note = readers_note("diffusers", stored.modules, keys)
             self._save_diffusers(folder, stored, metadata | note)
-            for layout in ("kohya", "comfyui"):
-                tensors = layout_tensors(layout, stored.modules, stored.state, stored.norms)
+            for layout in stored.layouts[1:]:  # the diffusers layout is the first one
+                tensors = stored.tensors(layout)
                 save_file(
                     self._in_dtype(tensors),
                     folder / layout_file(layout, self._recipe_name),
@@ -189,7 +221,7 @@ class Exporter:
             # peft's configuration of another kind of adapter does not describe the LoRA in the file.
             config = (
                 cast("Any", network).peft_config[ADAPTER]
-                if _is_plain_lora(network)
+                if _is_plain_lora(network) or trained.is_rotation
                 else _lora_config(network_modules)
             )
             arguments[f"{component}_lora_layers"] = layers
@@ -207,6 +239,9 @@ class Exporter:
 
     def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
         """Compare each file, as its readers read it, with the adapter in memory."""
+        if trained.is_rotation:
+            return self._verify_rotations(folder, trained)
+
         # The factors of adapters that are converted to a LoRA are products, with larger rounding errors.
         tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
         exact_weights = trained_weights(trained.modules, trained.state, trained.norms)
@@ -250,6 +285,36 @@ class Exporter:
                 error = max(error, largest_error(path, weights, expected, exact=exact, tolerance=tolerance))
             files.append(ExportedFile(path.name, error, len(trained.modules)))
         return files
+
+    def _verify_rotations(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
+        stored = trained.rounded(self._dtype)
+        exact, expected = (
+            {each.name: lora.state[f"{each.name}{ROTATION}"] for each in lora.modules}
+            for lora in (trained, stored)
+        )
+        tolerance = 0.0 if self._dtype == torch.float32 else 4 * torch.finfo(self._dtype).eps
+        rounding_error = rotation_error(folder, expected, exact, tolerance=tolerance)
+
+        files: list[ExportedFile] = []
+        for layout in trained.layouts:
+            path = folder / layout_file(layout, self._recipe_name)
+            weights = file_rotations(path, trained.modules, layout)
+            error = max(rounding_error, rotation_error(path, weights, expected, tolerance=0.0))
+            if layout == "diffusers":
+                error = max(error, self._peft_error(path, expected, trained.networks[""]))
+            files.append(ExportedFile(path.name, error, len(trained.modules)))
+        return files
+
+    def _peft_error(self, path: Path, expected: Mapping[str, Tensor], network: nn.Module) -> float:
+        """Return the largest error of a file as peft loads it: of the numbers, and of what they rotate."""
+        reader = empty_copy(network)
+        load_rotations(path, reader, denoiser_name=self._family.spec.denoiser_name)
+        error = rotation_error(path, rotations(reader), expected, tolerance=0.0)
+
+        # Equal numbers rotate in the same way only with the same settings, such as the number of terms.
+        tolerance = max(RELOAD_TOLERANCE, 4 * torch.finfo(self._dtype).eps)
+        matrices, trained = rotation_matrices(reader), rotation_matrices(network)
+        return max(error, rotation_error(path, matrices, trained, tolerance=tolerance))
 
     def _diffusers_reads_kohya(self, trained: _TrainedLora) -> bool:
         """Return whether diffusers reads this LoRA from kohya's layout with the trained effect."""
@@ -324,6 +389,8 @@ def _lora_config(modules: list[LoraModule]) -> LoraConfig:
 
 def _split_weight_name(name: str) -> tuple[str, str]:
     """Split "<module>.lora_A.weight" into ("<module>", ".lora_A.weight")."""
+    if name.endswith(ROTATION):
+        return name.removesuffix(ROTATION), ROTATION
     module, separator, weight = name.rpartition(".lora_")
     return module, separator + weight
 

@@ -125,20 +125,7 @@ def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: R
     Raises:
         TrainingError: The file cannot be read, or its keys or shapes differ from the modules'.
     """
-    tensors = _read_tensors(path)
-    expected_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-    unmatched = sorted(
-        key for key in {*expected_shapes, *shapes} if expected_shapes.get(key) != shapes.get(key)
-    )
-    if unmatched:
-        raise TrainingError(
-            f"{counted(len(unmatched), 'key is', 'keys are')} missing, unexpected or of another shape, "
-            f"the first is {unmatched[0]}",
-            where=str(path),
-            fix=DEFECT_FIX,
-        )
-
+    tensors = read_same_tensors(path, modules, layout)
     _require_block_diagonal(path, tensors, modules, layout)
 
     weights: dict[str, ModuleWeights] = {}
@@ -155,6 +142,28 @@ def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: R
             rows = stored_magnitudes(tensors, module, layout) / divisor
         weights[module.name] = ModuleWeights(down.flatten(1), up.flatten(1), scale, rows)
     return weights
+
+
+def read_same_tensors(path: Path, modules: list[LoraModule], layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors of a file.
+
+    Raises:
+        TrainingError: The file cannot be read, or its keys or shapes differ from the modules'.
+    """
+    tensors = _read_tensors(path)
+    expected_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    unmatched = sorted(
+        key for key in {*expected_shapes, *shapes} if expected_shapes.get(key) != shapes.get(key)
+    )
+    if unmatched:
+        raise TrainingError(
+            f"{counted(len(unmatched), 'key is', 'keys are')} missing, unexpected or of another shape, "
+            f"the first is {unmatched[0]}",
+            where=str(path),
+            fix=DEFECT_FIX,
+        )
+    return tensors
 
 
 def _require_block_diagonal(

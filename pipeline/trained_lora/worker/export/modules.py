@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from peft.tuners.oft import OFTLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -56,6 +57,9 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
         layer = family.kohya_layer(name)
         key = f"{family.spec.denoiser_name}.{name}"
         alone = _describe(name, module, diffusers=key, kohya=layer.key, comfyui=family.comfyui_key(name))
+        if alone.rotation:
+            described.append(alone)  # no file of a rotation has kohya's layers
+            continue
         part, outs = layer.modules.index(name), fused_outs(denoiser, layer)
         described.append(replace(alone, kohya_part=part, kohya_outs=outs))
     return _with_kohya_ranks(described)
@@ -63,6 +67,21 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
 
 def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
     """Return the module as a layer that kohya's layout does not fuse."""
+    if isinstance(module, OFTLayer):
+        # Rotated layers are linear, see `require_rotatable`.
+        layer = cast("nn.Linear", module.get_base_layer())
+        num_blocks = int(module.r[ADAPTER])
+        return LoraModule(
+            name=name,
+            diffusers=diffusers,
+            kohya=kohya,
+            comfyui=comfyui,
+            in_features=layer.in_features,
+            out_features=layer.out_features,
+            rank=num_blocks,
+            alpha=float(num_blocks),
+            rotation=True,
+        )
     down, up = lora_shapes(module)
 
     # Readers scale by alpha / rank. peft's own alpha gives another scale with rsLoRA or a converted adapter.

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
 
 from pipeline.models.families import detect
 from pipeline.models.families.family import FORCES_ZEROS
@@ -13,6 +17,7 @@ from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.provenance import shareable
 from tests.pipeline.trained_lora.slider_project import slider_project
+from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -68,3 +73,27 @@ def test_the_hub_finds_the_trigger_and_the_prompts(make_project: Callable[..., P
     front_matter = yaml.safe_load(card.split("---")[1])
     assert front_matter["widget"] == [{"text": 'a "red": cat'}, {"text": "a dog"}]
     assert "instance_prompt" not in front_matter
+
+
+def test_the_card_of_an_oft_shows_how_peft_loads_it(trained_oft: Project) -> None:
+    lora = trained_oft.recipe.output_dir / "lora"
+    card = (lora / "README.md").read_text("utf-8")
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["oft", "diffusers", "text-to-image"]
+    assert "| OFT | blocks of 16 inputs |" in card
+    assert "_kohya" not in card
+    assert "load_lora_weights" not in card
+
+    # The card of a base model in a folder has the folder's name only.
+    code = card.split("```python")[1].split("```")[0].replace("<this folder>", str(lora))
+    code = re.sub(r"(?<=from_pretrained\()'[^']*'", repr(trained_oft.recipe.model.base), code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    stored = load_file(lora / "pytorch_lora_weights.safetensors")
+    loaded = get_peft_model_state_dict(names["pipe"].unet, adapter_name="default")
+    assert differing_tensors({f"unet.{name}": each for name, each in loaded.items()}, stored) == []
+
+
+@pytest.fixture(scope="module")
+def trained_oft(finished_once: Callable[..., Project]) -> Project:
+    """A finished run with rotations, which tests only read."""
+    return finished_once(steps=1, lora={"kind": "oft", "oft_block_size": 16})

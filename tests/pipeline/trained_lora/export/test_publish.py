@@ -24,6 +24,7 @@ from pipeline.trained_lora.export.publish import (
 from pipeline.trained_lora.run_folder import RunLayout
 
 NAMES = [layout_file(layout, "demo") for layout in LAYOUTS]
+OTHER_NAMES = [layout_file(layout, "other") for layout in LAYOUTS]
 COMPANIONS = ["provenance.json", "samples.parquet", "README.md"]
 RESULT: dict[str, Any] = {
     "run": "abc",
@@ -46,11 +47,11 @@ def layout(tmp_path: Path) -> RunLayout:
 
 
 def accepted(layout: RunLayout) -> dict[str, Any]:
-    return accept_result(layout, run="abc", steps=6, recipe_name="demo")
+    return accept_result(layout, run="abc", steps=6, names=NAMES)
 
 
 def finished(layout: RunLayout) -> dict[str, Any] | None:
-    return read_finished(layout, steps=6, recipe_name="demo")
+    return read_finished(layout, steps=6, names=NAMES)
 
 
 def sha256(text: str) -> str:
@@ -108,8 +109,8 @@ def test_a_finished_run_reads_back_only_for_its_steps_and_recipe(layout: RunLayo
     assert finished(layout) is None
     mark_finished(layout, accepted(layout))
     assert finished(layout) == accepted(layout)
-    assert read_finished(layout, steps=7, recipe_name="demo") is None
-    assert read_finished(layout, steps=6, recipe_name="other") is None
+    assert read_finished(layout, steps=7, names=NAMES) is None
+    assert read_finished(layout, steps=6, names=OTHER_NAMES) is None
 
 
 @pytest.mark.parametrize("name", NAMES)

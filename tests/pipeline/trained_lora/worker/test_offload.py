@@ -147,6 +147,7 @@ def test_streamed_weights_of_eight_bit_products_train_the_same_lora(
 OTHER_KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr"},
     "loha": {"kind": "loha"},
+    "oft": {"kind": "oft", "rank": 16, "alpha": 16.0},
     "dora": {"dora": True},
     "pissa": {"init": "pissa"},
     "text encoders": {"text_encoders": {}},

@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"rslora": True},
     "loha": {"kind": "loha"},
     "lokr": {"kind": "lokr"},
+    "oft": {"kind": "oft", "rank": 16, "alpha": 16.0},
     "dora": {"dora": True},
     "pissa": {"init": "pissa"},
 }
@@ -116,7 +117,7 @@ def trained_and_evaluated(engine: Engine, micro: MicroInput) -> tuple[torch.Tens
         return trained, engine.objective.losses(micro, engine.denoiser)
 
 
-@pytest.mark.parametrize("kind", ["lora", "rslora", "loha", "lokr"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "loha", "lokr", "oft"])
 def test_training_predicts_as_with_the_adapter_in_the_base_weights(
     make_project: Callable[..., Project], tmp_path: Path, adapter_file: Path, kind: str
 ) -> None:

@@ -108,8 +108,16 @@ def output(denoiser: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "lokr"}, {"rslora": True}],
-    ids=["lora", "dora", "pissa", "loha", "lokr", "rslora"],
+    [
+        {},
+        {"dora": True},
+        {"init": "pissa"},
+        {"kind": "loha"},
+        {"kind": "lokr"},
+        {"rslora": True},
+        {"kind": "oft", "rank": 16, "alpha": 16.0},
+    ],
+    ids=["lora", "dora", "pissa", "loha", "lokr", "rslora", "oft"],
 )
 def test_a_scale_of_0_is_the_base_model_1_is_the_adapter_and_both_end_with_the_context(
     tiny_bases: dict[str, Path], settings: dict[str, Any]
