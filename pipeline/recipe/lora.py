@@ -94,7 +94,16 @@ class LoraSettings(Settings):
     requirements = (
         *(
             (key, "kind", "lora")
-            for key in ("dropout", "dora", "rslora", "init", "start_from", "loraplus_ratio")
+            for key in (
+                "dropout",
+                "rank_dropout",
+                "module_dropout",
+                "dora",
+                "rslora",
+                "init",
+                "start_from",
+                "loraplus_ratio",
+            )
         ),
         ("lokr_factor", "kind", "lokr"),
         ("oft_block_size", "kind", "oft"),
@@ -103,7 +112,11 @@ class LoraSettings(Settings):
             (key, "kind", "lora", "loha", "lokr")
             for key in ("rank", "alpha", "ranks", "conv_rank", "conv_alpha", "text_encoders")
         ),
-        *((key, "init", "kaiming", "gaussian") for key in ("dora", "start_from", "save_dtype")),
+        # The fixed adapter of PiSSA and OLoRA subtracts the initial weights of all ranks.
+        *(
+            (key, "init", "kaiming", "gaussian")
+            for key in ("dora", "start_from", "save_dtype", "rank_dropout", "module_dropout")
+        ),
     )
 
     rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Rank of each adapter.")
@@ -143,6 +156,20 @@ class LoraSettings(Settings):
         ge=0.0,
         lt=1.0,
         description="Dropout on the inputs of each adapter.",
+    )
+    rank_dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of each adapter's ranks that a training step drops, drawn for each sample; the "
+        "others are divided by 1 - `rank_dropout`, as in kohya's tools. Excludes `dora`.",
+    )
+    module_dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Probability with which a training step drops an adapter for all samples of a batch, as "
+        "in kohya's tools. Excludes `dora`.",
     )
     targets: Literal["family", "attention", "blocks"] = Field(
         default="family",
@@ -217,8 +244,8 @@ class LoraSettings(Settings):
         description="Also train LoRA on the text encoders, for the families listed in docs/families.md. `{}` "
         "uses all defaults; null trains none. Captions are then encoded in every training step, which needs "
         "memory for the encoders, and cached text embeddings are not used. `kind`, `dora`, `modules`, "
-        "`ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rslora` and `init: gaussian` apply "
-        "to both.",
+        "`ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rank_dropout`, `module_dropout`, "
+        "`rslora` and `init: gaussian` apply to both.",
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -232,6 +259,11 @@ class LoraSettings(Settings):
         if self.modules and self.targets != "family":
             what = f"targets: {self.targets} cannot be combined with modules"
             yield Violation("targets", what, "remove one of the two", involves=("targets", "modules"))
+        for key in ("rank_dropout", "module_dropout"):
+            # A DoRA's magnitudes divide by the norms of weights with all ranks.
+            if getattr(self, key) and self.dora:
+                what, fix = f"{key} cannot be combined with dora: true", "remove one of the two"
+                yield Violation(key, what, fix, involves=(key, "dora"))
         if self.conv_alpha is not None and self.conv_rank is None:
             what, fix = "conv_alpha requires conv_rank", "set conv_rank, or remove it"
             yield Violation("conv_alpha", what, fix, involves=("conv_alpha", "conv_rank"))
@@ -272,6 +304,8 @@ class LoraSettings(Settings):
             rank=rank,
             alpha=self._proportional_alpha(rank) if text.alpha is None else text.alpha,
             dropout=self.dropout,
+            rank_dropout=self.rank_dropout,
+            module_dropout=self.module_dropout,
             rslora=self.rslora,
             init="gaussian" if self.init == "gaussian" else "kaiming",
         )

@@ -187,6 +187,8 @@ EFFECTS: dict[str, Effect] = {
     "training.lora.lokr_factor": _run({"lora": {"lokr_factor": 4}}, lora={"kind": "lokr"}),
     "training.lora.oft_block_size": _run({"lora": {"oft_block_size": 4}}, lora={"kind": "oft"}),
     "training.lora.dropout": _run({"lora": {"dropout": 0.1}}),
+    "training.lora.rank_dropout": _run({"lora": {"rank_dropout": 0.1}}),
+    "training.lora.module_dropout": _run({"lora": {"module_dropout": 0.1}}),
     "training.lora.targets": _run({"lora": {"targets": "blocks"}}),
     "training.lora.modules": _run({"lora": {"modules": ["*.attn2.*"]}}),
     "training.lora.conv_rank": _run({"lora": {"conv_rank": 4}}),

@@ -172,6 +172,10 @@ def _network_arguments(lora: LoraSettings) -> dict[str, object]:
         arguments["conv_dim"], arguments["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:
         arguments["dropout"] = lora.dropout
+    if lora.rank_dropout:
+        arguments["rank_dropout"] = lora.rank_dropout
+    if lora.module_dropout:
+        arguments["module_dropout"] = lora.module_dropout
     if lora.starts_from_base_weights:
         arguments["init"] = lora.init
     if lora.dora:

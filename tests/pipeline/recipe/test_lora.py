@@ -34,6 +34,13 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "requires init: kaiming or gaussian, got init: pissa",
         ),
         ({"lokr_factor": 4}, "training.lora.lokr_factor", "requires kind: lokr, got kind: lora"),
+        (
+            {"rank_dropout": 0.1, "dora": True},
+            "training.lora.rank_dropout",
+            "cannot be combined with dora: true",
+        ),
+        ({"module_dropout": 0.1, "init": "pissa"}, "training.lora.module_dropout", "requires init: kaiming"),
+        ({"kind": "loha", "rank_dropout": 0.1}, "training.lora.rank_dropout", "requires kind: lora"),
         ({"oft_block_size": 8}, "training.lora.oft_block_size", "requires kind: oft, got kind: lora"),
         (
             {"kind": "oft", "rank": 8},

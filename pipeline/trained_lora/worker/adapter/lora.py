@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from pipeline.errors import TrainingError, counted
 from pipeline.models.worker.offload.streamed_blocks import streamed_blocks, weights_loaded
 from pipeline.trained_lora.plan.random_streams import hash_bits
+from pipeline.trained_lora.worker.adapter.rank_dropout import add_dropouts
 from pipeline.trained_lora.worker.adapter.targets import rank_patterns, require_rotatable, target_modules
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ def add_lora(
     assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
     if settings.dora and streamed_blocks(network) is not None:
         _init_streamed_magnitudes(network)
+    if settings.rank_dropout or settings.module_dropout:
+        for _, module in lora_modules(network):
+            add_dropouts(module, ADAPTER, settings)
     for weight in trainable_weights(network):
         # peft creates the adapter in the base weights' dtype. Small updates would vanish in half precision,
         # and fp16's gradient scaler refuses such weights (FAILURES R10).
