@@ -303,7 +303,7 @@ DECIDES_ROWS = {
     *(
         key
         for key in all_keys()
-        if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|drop_tags|replace)$)", key)
+        if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|drop_tags|replace|tagger|examples)$)", key)
     ),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
     *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
