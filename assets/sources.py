@@ -104,7 +104,8 @@ def captioning_models(recipe: Recipe) -> list[SourceModel]:
     settings = [each.captions for each in recipe.datasets if each.captions.from_ == "model"]
     return list(
         dict.fromkeys(
-            SourceModel(each.model, each.revision, "config.json")
+            # The files of a tagger are these two: model.onnx and selected_tags.csv.
+            SourceModel(each.model, each.revision, "config.json" if each.tagger is None else "model.onnx")
             for each in settings
             if each.model is not None
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dagster import (
@@ -174,11 +175,12 @@ def test_a_captioning_model_is_a_source_of_captions_and_observed(
     assert num_observations(instance, model.key) == 2
 
 
+@pytest.mark.parametrize(("kind", "file"), [({}, "config.json"), ({"tagger": {}}, "model.onnx")])
 def test_the_version_of_a_captioning_model_of_the_hub_is_the_commit_of_its_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], file: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    captions = {"from": "model", "model": "owner/captioner"}
+    captions = {"from": "model", "model": "owner/captioner", **kind}
     dataset = {"name": "a", "path": tmp_path / "data", "captions": captions}
     (model,) = captioning_models(small_recipe(tmp_path, datasets=[dataset]))
     assert model.key == AssetKey(["source_models", "owner", "captioner"])
@@ -187,7 +189,7 @@ def test_the_version_of_a_captioning_model_of_the_hub_is_the_commit_of_its_snaps
     for folder in ("refs", f"snapshots/{commit}"):
         (repository / folder).mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit, encoding="utf-8")
-    (repository / "snapshots" / commit / "config.json").write_text("{}", encoding="utf-8")
+    (repository / "snapshots" / commit / file).write_text("{}", encoding="utf-8")
     assert model.version() == commit
 
 
