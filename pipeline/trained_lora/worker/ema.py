@@ -74,8 +74,8 @@ class AveragedWeights:
         decay = self._ema.cur_decay_value = self._ema.get_decay(self._ema.optimization_step)
 
         # A difference of zero leaves the average as it is, and a factor of one is exact.
-        shadows = self._ema.shadow_params
-        differences = list(torch._foreach_sub(shadows, self._weights))  # pyright: ignore[reportPrivateUsage] - torch has no public call for many tensors
+        shadows, weights = list[Tensor](self._ema.shadow_params), list[Tensor](self._weights)
+        differences = list(torch._foreach_sub(shadows, weights))  # pyright: ignore[reportPrivateUsage] - torch has no public call for many tensors
         torch._foreach_mul_(differences, counts.float())  # pyright: ignore[reportPrivateUsage]
         torch._foreach_sub_(shadows, differences, alpha=1 - decay)  # pyright: ignore[reportPrivateUsage]
 
