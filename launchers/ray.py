@@ -30,6 +30,7 @@ from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import error_from_json, worker_variables
 from pipeline.processes.machines import Machines
+from pipeline.processes.thread_stop import pause
 from resources.local_launcher import Observer
 from resources.process_output import uninterrupted, write_output
 from resources.step_log import StepLog, step_log
@@ -228,7 +229,7 @@ class _Job:
         while not self._repeated(lambda: self._client.get_job_status(self.name)).is_terminal():
             if observe is not None:
                 observe(False)
-            time.sleep(POLL_S)
+            pause(POLL_S)
 
     def _is_known(self) -> bool:
         return any(job.submission_id == self.name for job in self._client.list_jobs())

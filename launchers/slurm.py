@@ -33,6 +33,7 @@ from pipeline.processes.launch import (
     launch_environment,
 )
 from pipeline.processes.machines import Machines
+from pipeline.processes.thread_stop import pause
 from resources.local_launcher import Observer
 from resources.process_output import ForwardedOutput, uninterrupted
 from resources.step_log import StepLog, step_log
@@ -195,7 +196,7 @@ class _Job:
                 queue.update()
                 if observe is not None:
                     observe(False)
-                time.sleep(POLL_S)
+                pause(POLL_S)
 
             # The job of a killed sbatch continues. Raised here, so that it is cancelled below.
             if process.returncode < 0:

@@ -37,6 +37,7 @@ from pipeline.processes.launch import (
     launch_error,
 )
 from pipeline.processes.machines import ONE_MACHINE, Machines
+from pipeline.processes.thread_stop import pause
 from pipeline.recipe.deployment import WAIT_S
 from resources.process_output import ForwardedOutput, uninterrupted
 from resources.step_log import StepLog, step_log
@@ -285,4 +286,4 @@ def _wait(
         if time.monotonic() >= next_scan_s:
             tree.members()
             next_scan_s = time.monotonic() + SCAN_INTERVAL_S
-        time.sleep(POLL_S)
+        pause(POLL_S)

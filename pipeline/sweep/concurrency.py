@@ -8,8 +8,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from pipeline.processes.thread_stop import stopped_by
+
 _PAUSE_S = 0.5
-"""Seconds between two requests to stop: a process that is just starting deletes requests."""
+"""Longest wait for the calls before this thread handles signals."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,11 @@ class Concurrency:
 ONE_AT_A_TIME = Concurrency()
 
 
-def call_concurrently(
-    calls: Sequence[Callable[[], object]], number: int, request_stop: Callable[[], object]
-) -> None:
+def call_concurrently(calls: Sequence[Callable[[], object]], number: int) -> None:
     """Make all calls, at most `number` at the same time, and start them in their order.
 
-    If a call raises an error, or a signal interrupts this thread, no other call starts. `request_stop` is
-    called again and again until the running ones have ended, and the error is raised.
+    If a call raises an error, or a signal interrupts this thread, no other call starts, and the running ones
+    stop the processes that they wait for. The error is raised when they have ended.
     """
     if number == 1:
         for call in calls:
@@ -50,7 +50,8 @@ def call_concurrently(
         if stopped.is_set():
             return
         try:
-            call()
+            with stopped_by(stopped):
+                call()
         except BaseException:
             # Here and not in the waiting thread, or this thread would begin another call before that.
             stopped.set()
@@ -61,15 +62,14 @@ def call_concurrently(
         try:
             futures = [pool.submit(begin, call) for call in calls]
             ready.set()
-            wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                # Without an error, all of them are done.
-                if future.done():
+            running: set[Future[None]] = set(futures)
+            while running:
+                # Not without an end: a signal just before a wait begins would not interrupt it.
+                done, running = wait(futures, timeout=_PAUSE_S, return_when=FIRST_EXCEPTION)
+                for future in done:
                     future.result()
         except BaseException:
             stopped.set()
             ready.set()
-            while running := [future for future in futures if not future.done()]:
-                request_stop()
-                wait(running, timeout=_PAUSE_S)
+            wait(futures)
             raise

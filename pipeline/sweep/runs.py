@@ -31,7 +31,6 @@ from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
     checkpoints_with,
-    is_being_trained,
     lora_steps,
     read_metrics,
     read_record,
@@ -112,11 +111,6 @@ class VariantRun:
         finished = read_finished(self.layout, steps=self.steps, names=names)
         saved = saved_lora(self.layout, run=self.job.run, steps=self.steps, names=names)
         return finished is not None or saved is not None
-
-    def request_stop(self) -> None:
-        """Stop the training of the run after its current step with a checkpoint, if it is being trained."""
-        if is_being_trained(self.layout):
-            self.layout.stop_request.touch()
 
     def _is_saved(self, step: int, *, measured: bool) -> bool:
         if step not in lora_steps(self.layout):

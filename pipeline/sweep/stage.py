@@ -165,7 +165,7 @@ class _Sweep:
 
     def _train(self, entered: Sequence[int], before: float, fraction: float) -> set[int]:
         """Train variants up to a rung; return those that cannot be judged there."""
-        unjudged, started = set[int](), set[int]()
+        unjudged = set[int]()
         lock = threading.Lock()
 
         def train(variant: int) -> None:
@@ -175,20 +175,15 @@ class _Sweep:
                     self.failed[variant] = _budget_error(self.recipe, "is used up before this variant")
                     return
                 self.spent += self._steps(variant, before, fraction)
-                started.add(variant)
             if recorded(partial(self._train_one, variant, fraction), self.failed, variant) is False:
                 unjudged.add(variant)
             if variant in self.failed:
                 self.log(f"warning: {self.names[variant]} failed: {self.failed[variant].what}")
 
-        def stop() -> None:
-            for run in [run for variant in tuple(started) for run in self.runs[variant]]:
-                run.request_stop()
-
         calls = [partial(train, variant) for variant in entered]
         several = self.concurrency.number > 1 and self._trains(entered, fraction)
         with self.concurrency.place() if several else nullcontext():
-            call_concurrently(calls, self.concurrency.number, stop)
+            call_concurrently(calls, self.concurrency.number)
         return unjudged
 
     def _trains(self, entered: Sequence[int], fraction: float) -> bool:

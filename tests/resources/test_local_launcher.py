@@ -6,22 +6,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
+from dagster._core.errors import DagsterExecutionInterruptedError
 from pydantic import ValidationError
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 from pipeline.recipe import AccelerateSettings
+from pipeline.sweep.concurrency import call_concurrently
 from resources.local_launcher import GPUS_VARIABLE, AccelerateLauncher, Observer, own_gpus
 from tests.refused_events import MESSAGE, events_refused
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
+
+MAIN_THREAD = threading.main_thread().ident or 0
 
 ENTRY = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -304,6 +309,29 @@ def test_R12_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_
     step.send_signal(signal.SIGTERM)
     step.wait(60)
     assert alive(processes) == []
+
+
+@pytest.mark.parametrize("do", ["ignore", "sleep"])
+def test_R12_a_stop_of_concurrent_trainings_ends_a_process_that_a_thread_waits_for(
+    tmp_path: Path, do: str
+) -> None:
+    file = job_file(tmp_path, do)
+    pid_file = tmp_path / "pid-0"
+
+    @asset
+    def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
+        launch = launcher.bind(context, AccelerateSettings())
+
+        def interrupt() -> None:
+            until(lambda: pid_file.exists() and pid_file.read_text() != "")
+            signal.pthread_kill(MAIN_THREAD, signal.SIGINT)
+
+        call_concurrently([lambda: launch("entry_under_test", file), interrupt], 2)
+
+    with DagsterInstance.ephemeral() as instance, pytest.raises(DagsterExecutionInterruptedError):
+        materialize([work], resources={"launcher": AccelerateLauncher(grace_s=1)}, instance=instance)
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+    assert (tmp_path / "checkpoint-0").exists() == (do == "sleep")
 
 
 def test_R12_the_processes_of_a_killed_step_end_after_a_checkpoint(tmp_path: Path) -> None:
