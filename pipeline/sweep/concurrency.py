@@ -43,6 +43,7 @@ def call_concurrently(calls: Sequence[Callable[[], object]], number: int) -> Non
         return
 
     ready, stopped = threading.Event(), threading.Event()
+    errors = list[BaseException]()
 
     def begin(call: Callable[[], object]) -> None:
         # Not before all futures are in the list: a signal could come in between.
@@ -52,7 +53,9 @@ def call_concurrently(calls: Sequence[Callable[[], object]], number: int) -> Non
         try:
             with stopped_by(stopped):
                 call()
-        except BaseException:
+        except BaseException as err:
+            # Before the event, after which the other calls raise errors that only say that they were stopped.
+            errors.append(err)
             # Here and not in the waiting thread, or this thread would begin another call before that.
             stopped.set()
             raise
@@ -62,12 +65,11 @@ def call_concurrently(calls: Sequence[Callable[[], object]], number: int) -> Non
         try:
             futures = [pool.submit(begin, call) for call in calls]
             ready.set()
-            running: set[Future[None]] = set(futures)
-            while running:
-                # Not without an end: a signal just before a wait begins would not interrupt it.
-                done, running = wait(futures, timeout=_PAUSE_S, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
+            # Not without an end: a signal just before a wait begins would not interrupt it.
+            while wait(futures, timeout=_PAUSE_S, return_when=FIRST_EXCEPTION).not_done and not errors:
+                pass
+            if errors:
+                raise errors[0]
         except BaseException:
             stopped.set()
             ready.set()
