@@ -88,7 +88,8 @@ def read_layers(path: Path) -> LoraLayers:
     """Return the layers of the LoRA file at `path`, found as in `lora_file`.
 
     Raises:
-        LoraFileError: The file cannot be read, or is of another kind, such as LoKr or DoRA.
+        LoraFileError: The file cannot be read, is of another kind, such as LoKr or DoRA, or has numbers that
+            are not finite.
         OSError: It does not exist.
     """
     path = lora_file(path)
@@ -114,7 +115,11 @@ def read_layers(path: Path) -> LoraLayers:
             raise LoraFileError(
                 f"the up matrix of {key} is missing or does not fit", where=str(path), fix=fix
             )
-        layers[key] = Layer(down, up, _scale(file, key, len(down)))
+        layer = Layer(down, up, _scale(file, key, len(down)))
+        if not (_is_finite(down) and _is_finite(up) and np.isfinite(layer.scale)):
+            fix = "use a file of an earlier step: the training that wrote it has diverged, or it is damaged"
+            raise LoraFileError(f"{key} has numbers that are not finite", where=str(path), fix=fix)
+        layers[key] = layer
         unread -= {down_key, key + up_ending, key + _ALPHA}
     if unread:
         raise _other_kind(path, unread)

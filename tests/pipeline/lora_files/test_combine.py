@@ -181,7 +181,11 @@ def test_files_that_do_not_fit_are_refused(loras: dict[str, Path], tmp_path: Pat
     def without_up(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         del tensors[f"{key}.lora_up.weight"]
 
+    def diverged(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        tensors[f"{key}.lora_up.weight"][0, 0] = np.nan
+
     for change, match in {
+        diverged: r"lora_unet\S+ has numbers that are not finite",
         other_base: "different base models: stable-diffusion-v1/lora and stable-diffusion-xl",
         other_shape: r"the weight of lora_unet\S+ has the shape",
         dora: r"not part of a LoRA: \S+dora_scale",
