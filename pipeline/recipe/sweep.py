@@ -119,7 +119,7 @@ class HalvingSettings(Settings):
     """Successive halving: variants stop early, and only the best ones go on."""
 
     first: float = Field(
-        default=0.25,
+        default=0.175,
         gt=0.0,
         lt=1.0,
         description="Fraction of its steps after which a variant is judged for the first time.",

@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.errors import SweepError
 from pipeline.evaluation.choice import broken_limits, qualities
-from pipeline.evaluation.intervals import PROMPT
+from pipeline.evaluation.intervals import CELL, PROMPT
 from pipeline.evaluation.numbers import measured
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 
@@ -50,6 +50,19 @@ def validation_cells(job: TrainingJob, step: int, *, seed: int) -> pl.DataFrame:
     return pl.DataFrame(
         {"prompt": names, "score": pl.Series(before, dtype=pl.Float64) - pl.Series(after, dtype=pl.Float64)}
     ).select(role=pl.lit(""), concept=pl.lit(""), prompt="prompt", seed=pl.lit(seed, pl.Int64), score="score")
+
+
+def expected_cells(cells: pl.DataFrame, earlier: pl.DataFrame, *, ahead: float) -> pl.DataFrame:
+    """Return the scores that cells have later if they go on rising as they did since an earlier step.
+
+    Args:
+        cells: Scores now, with the columns `CELL` and `score`.
+        earlier: Scores of the same cells at the earlier step.
+        ahead: Number of steps until later, divided by the number of steps since the earlier one.
+    """
+    pairs = cells.join(earlier, on=CELL, suffix="_earlier", maintain_order="left")
+    risen = pl.col("score") - pl.col("score_earlier")
+    return pairs.with_columns(score=pl.col("score") + ahead * risen).drop("score_earlier")
 
 
 def numbered_prompts(scores: pl.DataFrame, prompts: Sequence[RolePrompt]) -> pl.DataFrame:

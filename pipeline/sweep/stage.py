@@ -30,7 +30,13 @@ from pipeline.sweep.halving import affordable, num_kept, rungs
 from pipeline.sweep.judging import Cost, Decision, Judged, decide, judge
 from pipeline.sweep.report import Shown, write_pictures
 from pipeline.sweep.runs import VariantRun, planner, recorded, require_distinct
-from pipeline.sweep.scores import numbered_prompts, picture_cells, shares_loss, validation_cells
+from pipeline.sweep.scores import (
+    expected_cells,
+    numbered_prompts,
+    picture_cells,
+    shares_loss,
+    validation_cells,
+)
 from pipeline.sweep.variants import Variant, overrides_text, require_sweep, variants
 from pipeline.trained_lora.stage import require_open_gates
 
@@ -151,7 +157,9 @@ class _Sweep:
             if not alive and not before:
                 raise next(iter(self.failed.values()))
             promoted = (
-                self._promoted(alive, self._order(judged, fraction), fraction) if fraction < 1.0 else []
+                self._promoted(alive, self._order(judged, before, fraction), fraction)
+                if fraction < 1.0
+                else []
             )
             decision = decide(judged, self.names, num_variants=len(self.variants)) if judged else _NO_DECISION
             winners = promoted if fraction < 1.0 else [decision.winner]
@@ -247,26 +255,35 @@ class _Sweep:
             scores.append(numbered_prompts(shown, evaluation.prompts))
         return scores
 
-    def _order(self, judged: Judged | None, fraction: float) -> list[int]:
+    def _order(self, judged: Judged | None, before: float, fraction: float) -> list[int]:
         """Return the judged variants in the order in which they go on, the best first."""
         if judged is None:
             return []
-        is_measured = self.recipe.training.validate_every > 0
-        if self.settings.judge != "evaluation" or not is_measured or not shares_loss(self.settings.keys):
+        # Early pictures show nothing of the concept, and the held-out images' losses do: see docs/sweeps.md.
+        is_measured = self.recipe.training.validate_every > 0 and shares_loss(self.settings.keys)
+        if self.settings.judge == "evaluation" and not is_measured:
             return list(judged.standings)
 
-        # Pictures show nothing of a concept that is half learned, and the held-out images' losses do: see
-        # docs/sweeps.md for how often pictures lose the best variant at the first rung.
         try:
             losses = {
-                variant: pl.concat(self._losses(variant, fraction)) for variant in sorted(judged.standings)
+                variant: pl.concat(self._expected_losses(variant, before, fraction))
+                for variant in sorted(judged.standings)
             }
         except SweepError:
-            # A run that was trained before may have no losses of this step.
+            # A run that was trained before may have no losses of these steps.
             return list(judged.standings)
         broken = {variant: each.broken for variant, each in judged.standings.items() if each.broken}
         costs = {variant: self._cost(variant, fraction) for variant in losses}
         return list(judge(losses, costs, broken).standings)
+
+    def _expected_losses(self, variant: int, before: float, fraction: float) -> list[pl.DataFrame]:
+        """Return the losses that each run of a variant has at the next rung if they go on falling."""
+        fractions = rungs(self.settings.halving)
+        later = fractions[fractions.index(fraction) + 1]
+        # A low rate is behind a high one at first, and often ahead of it at the end.
+        ahead = (later - fraction) / (fraction - before)
+        pairs = zip(self._losses(variant, fraction), self._losses(variant, before), strict=True)
+        return [expected_cells(now, earlier, ahead=ahead) for now, earlier in pairs]
 
     def _promoted(self, alive: Sequence[int], ranked: Sequence[int], fraction: float) -> list[int]:
         """Return the variants that go on to the next rung, in their order."""

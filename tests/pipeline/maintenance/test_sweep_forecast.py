@@ -29,7 +29,7 @@ def training_of(steps: int, seconds: float) -> TrainingForecast:
 
 
 def test_the_forecast_counts_the_steps_of_halving_their_time_and_the_checkpoints(tmp_path: Path) -> None:
-    recipe = swept(tmp_path, {"steps": 100}, grid=GRID, seeds=2)
+    recipe = swept(tmp_path, {"steps": 100}, grid=GRID, seeds=2, halving={"first": 0.25})
     forecast = forecast_sweep(recipe, training_of(100, 50.0))
     assert forecast is not None
     # 6 variants to 25 steps, 3 to 50, 2 to 100.

@@ -16,7 +16,7 @@ def test_the_rungs_and_the_cost_of_twelve_variants() -> None:
     assert rungs(eighth) == (0.125, 0.25, 0.5, 1.0)
     # 12 to 5 steps, 6 to 10, 3 to 20, 2 to 40.
     assert total_steps(eighth, [40] * 12) == 12 * 5 + 6 * 5 + 3 * 10 + 2 * 20
-    assert total_steps(HalvingSettings(), [40] * 12) == 12 * 10 + 6 * 10 + 3 * 20
+    assert total_steps(HalvingSettings(), [40] * 12) == 12 * 7 + 6 * 7 + 3 * 14 + 2 * 12
     assert (rungs(None), total_steps(None, [40, 20])) == ((1.0,), 60)
 
 

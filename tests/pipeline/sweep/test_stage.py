@@ -155,6 +155,37 @@ def test_R21_R22_a_stopped_sweep_goes_on_and_its_winner_is_the_finished_run_of_a
     assert_equal_runs(read_job(finished.folder / "order.json"), expected, 8)
 
 
+def test_variants_go_on_by_the_loss_that_they_reach_at_the_next_rung_if_it_goes_on_falling(
+    make_project: Callable[..., Project],
+) -> None:
+    datasets = {"photos": {"validation_fraction": 0.4}}
+    project = make_project(datasets=datasets, steps=8, validate_every=8, gradient_accumulation=1)
+    grid = {"training.learning_rate": [4.0, 2.0, 0.3]}
+    halving = {"first": 0.25, "keep": 0.5}
+    table = swept(
+        with_sweep(project, grid=grid, judge="validation_loss", halving=halving), InProcessLaunch()
+    ).table
+
+    score = {row[:2]: row[2] for row in table.select("variant", "step", "score").iter_rows()}
+    assert score[2, 2] > score[1, 2] > score[3, 2], "there is no earlier rung, so the scores decide"
+    assert score[2, 4] > score[1, 4]
+    expected = {
+        variant: score[variant, 4] + 2 * (score[variant, 4] - score[variant, 2]) for variant in (1, 2)
+    }
+    assert expected[1] > expected[2], "the second variant hardly improves any more"
+    promoted = table.filter("promoted").select("variant", "step").rows()
+    assert promoted == [(1, 2), (1, 4), (1, 8), (2, 2)]
+
+
+def test_held_out_images_decide_which_variants_go_on_when_pictures_are_judged(trained: Project) -> None:
+    grid = {"training.learning_rate": [0.3, 1e-9]}
+    halving = {"first": 0.25, "keep": 0.25}
+    table = swept(with_sweep(trained, grid=grid, halving=halving), InProcessLaunch()).table
+    first = table.filter(step=1)
+    assert first["score"].to_list() == sorted(first["score"]), "its pictures are worse"
+    assert first["promoted"].to_list() == [True, False]
+
+
 class TwoAtOnce(InProcessLaunch):
     """A launch of two trainings at the same time, of which each waits for the other before it starts."""
 
