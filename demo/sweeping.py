@@ -9,7 +9,8 @@ would have trained, because a resumed run is equal to an uninterrupted one. Held
 variants go on, and pictures between those that reach the end: as with `judge: evaluation`, but without
 the pictures of earlier rungs, which decide nothing. The truth of a variant is the fraction of right
 pictures, drawn with seeds that no evaluation uses. The results are in demo/results/sweep.jsonl, one line
-per seed.
+per seed. In them, variants went on by the loss of each rung, and not by the one expected at the next rung;
+demo.sweep_rules compares both.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ from pipeline.trained_lora.export.lora_files import layout_file
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 
 RESULTS = project_root() / "demo" / "results" / "sweep.jsonl"
+
+DATASET = "few known shapes"
 
 STEPS, SAVE_EVERY = 40, 8
 
@@ -97,11 +100,10 @@ def demo_recipe(folder: Path, seed: int, cache: Path) -> Recipe:
     if (folder / "configs").is_dir():
         return with_values(load_recipe(folder / "configs" / "demo.yaml"), TRAINING, place="demo.sweeping")
     folder.mkdir(parents=True)
-    dataset = "few known shapes"
     drawn = {"role": "concept", "steps": 4, "guidance_scale": 2.5, "height": 64, "width": 64}
     recipe = study_recipe(
-        StudyRun(dataset, 1e-3, seed, STEPS, SAVE_EVERY),
-        study_datasets()[dataset],
+        StudyRun(DATASET, 1e-3, seed, STEPS, SAVE_EVERY),
+        study_datasets()[DATASET],
         folder,
         cache,
         evaluation={

@@ -221,7 +221,7 @@ def results(run: StudyRun, dataset: StudyDataset, recipe: Recipe, artist: Artist
 
     with _timed(seconds, "features"):
         for name, scorer in SCORERS.items():
-            features = _features(name, scorer, dataset, drawn, folder=recipe.source.parents[1])
+            features = study_features(name, scorer, dataset, drawn, folder=recipe.source.parents[1])
             table = measure([features]).scores
             for line in lines[1:]:
                 line[name] = _grids(table.filter(step=line["step"]))
@@ -288,7 +288,7 @@ def evaluation_cells() -> list[tuple[str, str, int]]:
     return [(role, prompt, seed) for role, prompt in prompts for seed in _EVALUATION_SEEDS]
 
 
-def _features(
+def study_features(
     name: str,
     scorer: Any,
     dataset: StudyDataset,
@@ -296,6 +296,16 @@ def _features(
     *,
     folder: Path,
 ) -> ScorerFeatures:
+    """Return the features of pictures and of the study's images.
+
+    Args:
+        name: Name of the scorer.
+        scorer: Computes the features.
+        dataset: Dataset of the run.
+        drawn: Step, role, prompt, seed and picture; step 0 is the base model.
+        folder: Folder of the study's images.
+    """
+
     def references(part: str, pictures: Sequence[Picture]) -> References:
         files = sorted((folder / "study" / part).glob("*.png"))
         names = [f"{part}/{file.name}" for file in files]

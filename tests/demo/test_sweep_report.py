@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from demo.sweep_report import Line, proposals, report, truths
+from demo.sweep_report import Line, proposals, reached_by_losses, report, rules_report, share_interval, truths
+from pipeline.recipe.sweep import HalvingSettings
 
 
 def _line(seed: int, scores: list[float], right: list[int], winner: int | None) -> Line:
@@ -27,6 +28,16 @@ def _line(seed: int, scores: list[float], right: list[int], winner: int | None) 
         "losses": losses,
         "truth": [[each, 100] for each in right],
     }
+
+
+_SLOW_AT_FIRST = [
+    [[9 - fall] for fall in falls]
+    for falls in ([0, 4, 4.5, 5, 5, 5], [0, 1, 1, 1, 1, 1], [0, 3, 4.4, 6, 7, 7], [0, 2, 2, 2, 2, 2])
+]
+"""Losses on one image of four variants, before the training and after each of 5 parts of it.
+
+The third variant is behind the first one at first.
+"""
 
 
 def test_the_report_counts_good_winners_and_seeds_of_an_unpaired_comparison() -> None:
@@ -58,3 +69,48 @@ def test_proposals_are_compared_with_the_rate_of_the_best_variant() -> None:
     ]
     assert shown.endswith("within a factor of 3: 2 of 2")
     assert proposals(lines, [{"seed": 1, "rate": 0.06}]).endswith("within a factor of 3: 0 of 2")
+
+
+def test_rules_are_compared_with_complete_grids_by_how_far_their_winners_are_behind() -> None:
+    def rules_line(seed: int, right: list[int], winner: int | None, reached: list[int]) -> Line:
+        rule = {"steps": 32, "reached": reached, "winner": winner, "judged": []}
+        best = {**rule, "winner": right.index(max(right)) + 1}
+        line = _line(seed, [0.01, 0.02, 0.09, 0.06], right, winner)
+        return {
+            **line,
+            "rules": {"half": rule, "best": best},
+            "complete_by_losses": 3,
+            "complete_by_pictures": 4,
+        }
+
+    lines = [
+        rules_line(11, [0, 0, 80, 82], 3, [3, 4]),
+        rules_line(12, [0, 0, 60, 90], None, [2, 3]),
+    ]
+    first = _line(1, [0.01, 0.02, 0.09, 0.06], [60, 70, 90, 0], winner=1)
+    first |= {"complete_winner_by_loss": 3, "losses": _SLOW_AT_FIRST, "save_every": 4}
+    shown = [" ".join(row.split()) for row in rules_report(lines, [first]).splitlines()]
+    assert "half 40% 1 of 2 (9% to 91%) 0.46, 0.90" in shown
+    assert "complete grid, losses 100% 1 of 2 (9% to 91%) 0.16, 0.30" in shown
+    assert "complete grid, pictures 100% 2 of 2 (34% to 100%) 0.00, 0.00" in shown
+    assert "half 1 of 2" in shown, "a good variant reached the end with the first seed only"
+    assert "12 rate 0.2, rank 8 0.90 0.90 0.00 0.30 0.00" in shown
+    # The mean and half of the difference times Student's t with one degree of freedom: 0.46 and 0.44 * 12.7.
+    assert "behind with half, minus with best: 0.46 (-5.13 to 6.05)" in shown
+    assert "losses, a third goes on 38% 0 of 1 (0% to 79%) 0.30, 0.30" in shown
+    assert "losses, first study, 43% of steps 0 of 1" in shown
+    assert "expected losses, first study, 43% of steps 1 of 1" in shown
+    assert rules_report([], []) == "no seeds yet"
+
+
+def test_the_first_study_is_judged_again_by_its_stored_losses() -> None:
+    line = {"losses": _SLOW_AT_FIRST, "steps_of_all": 80, "save_every": 4}
+    halving = HalvingSettings(first=0.2, keep=0.5)
+    assert reached_by_losses(line, halving, expects=False) == [1]
+    assert reached_by_losses(line, halving, expects=True) == [3]
+
+
+def test_the_interval_of_a_fraction_is_wilsons() -> None:
+    # The values of R: prop.test(9, 10, correct = FALSE).
+    assert share_interval(9, 10) == pytest.approx((0.5958, 0.9821), abs=1e-3)
+    assert share_interval(0, 10)[0] == 0.0
