@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -28,8 +29,18 @@ def test_as_many_calls_as_allowed_run_at_the_same_time() -> None:
     assert in_order == [0, 1, 2, 3]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Handle Ctrl-C as in a terminal: a shell starts background processes, maybe these tests, without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("is_interrupt", [False, True])
-def test_an_error_or_a_signal_stops_the_running_calls_and_starts_no_other(is_interrupt: bool) -> None:
+def test_an_error_or_a_signal_stops_the_running_calls_and_starts_no_other(
+    is_interrupt: bool, interruptible: None
+) -> None:
     second_runs, called = threading.Event(), list[str]()
     main = threading.main_thread().ident
     assert main is not None

@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def test_variants_that_are_trained_at_the_same_time_have_the_table_of_a_sweep_on
     launch, events = TwoAtOnce(), list[str]()
 
     @contextmanager
-    def place() -> Iterator[None]:
+    def place() -> Generator[None]:
         assert threading.current_thread() is threading.main_thread(), "signals interrupt no other one"
         events.append(f"{launch.modules.count(TRAINING_MODULE)} before")
         yield
