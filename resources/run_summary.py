@@ -234,14 +234,17 @@ def _ending(
     # Dagster stores an interruption as a failure for this reason, or as a cancellation.
     for event in events:
         if event.event_type == DagsterEventType.RUN_FAILURE:
-            # A report from outside of the run's process, such as the sensor dead_runs, has a message alone.
-            if event.event_specific_data is None:
+            failure = None if event.event_specific_data is None else event.job_failure_data
+            reason = None if failure is None else failure.failure_reason
+            if failure is not None and (reason is None or reason.value == "UNEXPECTED_TERMINATION"):
+                continue
+
+            # A report from outside of the run's process, such as the sensor dead_runs or Dagster's run
+            # monitoring, has a message alone.
+            if failure is None or failure.error is None:
                 message = event.message or "the run has failed without a reason"
                 return Problem(message, BETWEEN_STEPS, f"{restart}; finished work is kept")
-            failure = event.job_failure_data
-            reason = failure.failure_reason
-            if reason is not None and reason.value != "UNEXPECTED_TERMINATION":
-                return failure.error
+            return failure.error
     return KeyboardInterrupt()
 
 

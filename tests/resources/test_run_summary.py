@@ -11,6 +11,7 @@ import pytest
 from dagster import (
     AssetCheckResult,
     AssetCheckSpec,
+    DagsterEvent,
     DagsterExecutionInterruptedError,
     DagsterInstance,
     DagsterInvariantViolationError,
@@ -28,6 +29,7 @@ from dagster import (
     materialize,
     reconstructable,
 )
+from dagster._daemon.monitoring.run_monitoring import monitor_starting_run
 from sqlalchemy.exc import OperationalError
 
 from pipeline.errors import RecipeError, TableError
@@ -368,6 +370,27 @@ def test_a_run_that_cannot_be_initialized_is_not_a_stop(small: Recipe, tmp_path:
         summary = summarize_run(instance, record.dagster_run.run_id, [small])
     assert not summary.stopped
     assert "no such cluster\n  where: " in str(summary.problems[0])
+
+
+def test_a_run_that_did_not_start_in_time_has_the_message_of_dagster_s_run_monitoring(
+    small: Recipe, tmp_path: Path
+) -> None:
+    settings = "run_monitoring: {enabled: true, start_timeout_seconds: 0}\n"
+    (tmp_path / "dagster.yaml").write_text(settings, encoding="utf-8")
+    with DagsterInstance.from_config(str(tmp_path)) as instance:
+        run_id = instance.create_run_for_job(broken_job()).run_id
+        start = DagsterEvent(event_type_value="PIPELINE_STARTING", job_name="small_cache")
+        instance.report_dagster_event(start, run_id)
+        record = instance.get_run_record_by_id(run_id)
+        assert record is not None
+        monitor_starting_run(instance, record, logging.getLogger("monitoring"))
+        summary = summarize_run(instance, run_id, [small], problems_only=True)
+    assert not summary.stopped
+    assert str(summary.problems[0]).splitlines() == [
+        "Run timed out due to taking longer than 0 seconds to start.",
+        "  where: between two steps",
+        "  fix:   start the same job again; finished work is kept",
+    ]
 
 
 def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
