@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import traceback
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,21 @@ OTHER_STEP = "read the traceback above; report it if the step is one of Latentli
 INTERRUPTIONS = (DagsterExecutionInterruptedError, KeyboardInterrupt)
 
 _OUR_ERRORS = "pipeline.errors."
+
+# Undocumented: the class that the multiprocess executor stores for a step, and the text that executors with
+# a process, container or pod per step store without a class.
+_DEAD_PROCESS = "ChildProcessCrashException"
+_DEAD_POD = re.compile(r"Step \S+ failed health check: (?P<reason>.*)", re.DOTALL)
+
+_RESTART = "start the job again; finished work is kept"
+_DEAD_PROCESS_FIX = (
+    "read in Dagster's log of the run which signal or exit status ended it. After SIGKILL, memory has "
+    f"probably run out: free memory or raise the memory limit. Then {_RESTART}"
+)
+_DEAD_POD_FIX = (
+    "read why it ended, for example with `kubectl describe pod`. If it says OOMKilled, raise the memory "
+    f"limit of the pod. Then {_RESTART}"
+)
 
 _DATABASE_FIX = (
     "check that the database accepts connections from this machine, and `storage` in dagster.yaml; then "
@@ -191,16 +207,30 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> Proble
     if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
         return problem
 
+    where, error = _step_location(event, output_dirs), failure.error
+    if error is not None and (problem := _dead_process(error, where)) is not None:
+        return problem
+
     # Anything else is a bug, in a project with other assets perhaps theirs: the innermost error and its line
     # help most.
-    where, bug = _step_location(event, output_dirs), BUG if recipe in output_dirs else OTHER_STEP
-    error = failure.error
+    bug = BUG if recipe in output_dirs else OTHER_STEP
     while error is not None and error.cause is not None:
         error = error.cause
     if error is None:
         return Problem(f"{where} failed", where, bug)
     line = "".join(error.stack[-1:]).strip().split("\n")[0]
     return Problem(_indented(error.message.strip()), f"{where}\n{line}", bug)
+
+
+def _dead_process(error: Any, where: str) -> Problem | None:
+    """Return the problem of a step that an executor has found dead; None for any other error."""
+    what = "ended without reporting an error"
+    if error.cls_name == _DEAD_PROCESS:
+        return Problem(f"the process of the step {what}", where, _DEAD_PROCESS_FIX)
+    if error.cls_name is None and (found := _DEAD_POD.fullmatch(error.message.strip())) is not None:
+        reason = _indented(found["reason"])
+        return Problem(f"the process or pod of the step {what}: {reason}", where, _DEAD_POD_FIX)
+    return None
 
 
 def stopped_step_problem(

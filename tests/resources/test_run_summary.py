@@ -2,8 +2,11 @@
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dagster import (
     DagsterInvariantViolationError,
     Definitions,
     Executor,
+    ExecutorDefinition,
     InitExecutorContext,
     InitLoggerContext,
     JobDefinition,
@@ -27,7 +31,15 @@ from dagster import (
     execute_job,
     executor,
     materialize,
+    multiprocess_executor,
     reconstructable,
+)
+from dagster._core.execution.retries import RetryMode
+from dagster._core.executor.step_delegating import (
+    CheckStepHealthResult,
+    StepDelegatingExecutor,
+    StepHandler,
+    StepHandlerContext,
 )
 from dagster._daemon.monitoring.run_monitoring import monitor_starting_run
 from sqlalchemy.exc import OperationalError
@@ -370,6 +382,80 @@ def test_a_run_that_cannot_be_initialized_is_not_a_stop(small: Recipe, tmp_path:
         summary = summarize_run(instance, record.dagster_run.run_id, [small])
     assert not summary.stopped
     assert "no such cluster\n  where: " in str(summary.problems[0])
+
+
+class ProcessPerStep(StepHandler):
+    """Starts a process for each step, as Dagster's handler for Kubernetes starts a pod."""
+
+    process: subprocess.Popen[bytes]
+
+    @property
+    def name(self) -> str:
+        return "process per step"
+
+    def launch_step(self, step_handler_context: StepHandlerContext) -> Iterator[DagsterEvent]:
+        _, *arguments = step_handler_context.execute_step_args.get_command_args()
+        command = [sys.executable, "-m", "dagster", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        yield from ()
+
+    def check_step_health(self, step_handler_context: StepHandlerContext) -> CheckStepHealthResult:
+        status = self.process.poll()
+        if status is None or status == 0:
+            return CheckStepHealthResult.healthy()
+        return CheckStepHealthResult.unhealthy(f"exit status {status}")
+
+    def terminate_step(self, step_handler_context: StepHandlerContext) -> Iterator[DagsterEvent]:
+        self.process.kill()
+        yield from ()
+
+
+@executor
+def process_per_step_executor(_: InitExecutorContext) -> Executor:
+    return StepDelegatingExecutor(
+        ProcessPerStep(), RetryMode.DISABLED, sleep_seconds=0.1, check_step_health_interval_seconds=0
+    )
+
+
+def killed_job(executor_def: ExecutorDefinition) -> JobDefinition:
+    @asset(key=["small", "raw_images"])
+    def scan() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    jobs = [define_asset_job("small_cache", [scan], executor_def=executor_def)]
+    return Definitions([scan], jobs=jobs).resolve_job_def("small_cache")
+
+
+def job_in_killed_process() -> JobDefinition:
+    return killed_job(multiprocess_executor)
+
+
+def job_in_killed_container() -> JobDefinition:
+    return killed_job(process_per_step_executor)
+
+
+@pytest.mark.parametrize(
+    ("job", "what", "fix"),
+    [
+        (job_in_killed_process, "the process of the step ended without reporting an error", "SIGKILL"),
+        (
+            job_in_killed_container,
+            "the process or pod of the step ended without reporting an error: exit status -9",
+            "`kubectl describe pod`",
+        ),
+    ],
+)
+def test_a_step_that_is_killed_is_no_bug_of_latentline(
+    small: Recipe, tmp_path: Path, job: Callable[[], JobDefinition], what: str, fix: str
+) -> None:
+    with DagsterInstance.local_temp(str(tmp_path)) as instance:
+        run = execute_job(reconstructable(job), instance)
+        (problem,) = summarize_run(instance, run.run_id, [small]).problems
+    assert problem.what == what
+    assert problem.where == "asset small/raw_images"
+    assert fix in problem.fix
+    assert "memory limit" in problem.fix
+    assert problem.fix.endswith("start the job again; finished work is kept")
 
 
 def test_a_run_that_did_not_start_in_time_has_the_message_of_dagster_s_run_monitoring(
