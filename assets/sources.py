@@ -60,10 +60,11 @@ class SourceModel(NamedTuple):
     @property
     def key(self) -> AssetKey:
         """Return the key of its source asset."""
-        folder = in_project(self.source)
-        if self.revision is None and folder.is_dir():
-            return AssetKey([MODELS_PREFIX, *_parts(folder)])
-        name = self.source if self.revision is None else f"{self.source}@{self.revision}"
+        # A folder of the project and a Hub id have the same form, and a folder may be on a disk that is away.
+        # The key must not depend on whether it exists.
+        if self.revision is None:
+            return AssetKey([MODELS_PREFIX, *_parts(in_project(self.source))])
+        name = f"{self.source}@{self.revision}"
         return AssetKey([MODELS_PREFIX, *(_valid(part) for part in name.split("/") if part)])
 
     def version(self) -> str | None:

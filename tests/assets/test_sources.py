@@ -154,6 +154,46 @@ def test_a_base_model_that_is_not_on_this_machine_is_a_source_without_observatio
     assert num_observations(instance, key) == 0
 
 
+@pytest.mark.parametrize("name", ["sdxl", "my model"])
+def test_a_base_model_on_a_disk_that_is_mounted_later_is_observed_as_the_asset_of_the_graph(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tmp_path / "disk" / name
+    bases = {"flowers": model, "faces": f"~/disk/{name}"}
+    recipes = [
+        small_recipe(tmp_path, each, model={"base": base}, recache={"enabled": True})
+        for each, base in bases.items()
+    ]
+    repository = build_definitions(recipes).get_repository_def()
+    keys = {base_model(recipe).key for recipe in recipes}
+    assert len(keys) == 1, "one folder is one source"
+
+    model.mkdir(parents=True)
+    (model / "model_index.json").write_text("{}", encoding="utf-8")
+    tick(repository, instance, "flowers", None)
+    assert num_observations(instance, *keys) == 1
+    assert keys <= repository.asset_graph.get_all_asset_keys()
+    assert {base_model(recipe).key for recipe in recipes} == keys
+
+
+def test_the_key_of_a_folder_of_the_project_does_not_depend_on_whether_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("assets.sources.project_root", lambda: tmp_path)
+    monkeypatch.setattr("assets.sources.in_project", tmp_path.joinpath)
+    names = ("models/sdxl", "./models/sdxl/", "models/my model", "models/my_model", "owner/name")
+    recipes = [small_recipe(tmp_path, model={"base": name}) for name in names]
+    keys = [base_model(recipe).key for recipe in recipes]
+    assert keys[0] == keys[1] == AssetKey(["source_models", "models", "sdxl"])
+    assert keys[2] != keys[3]
+    assert keys[4] == AssetKey(["source_models", "owner", "name"])
+    for name in names:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    assert [base_model(recipe).key for recipe in recipes] == keys
+
+
 def test_a_captioning_model_is_a_source_of_captions_and_observed(
     tmp_path: Path, instance: DagsterInstance
 ) -> None:
