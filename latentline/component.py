@@ -115,14 +115,15 @@ class LoraRecipe(Component, Model, Resolvable):
         """Return the definitions of the recipe; a recipe with mistakes shows them, as in a project folder.
 
         Raises:
-            RecipeError: Two components have recipes of one name; or `LATENTLINE_STRICT` is set, and the
-                recipe has mistakes.
+            RecipeError: Two components have recipes of one name; the path of the recipe is relative; Dagster
+                does not list this component; or `LATENTLINE_STRICT` is set, and the recipe has mistakes.
         """
         # Workers of a run inherit it, and the working directory of a code server may be anywhere.
         os.environ.setdefault(PROJECT_VARIABLE, str(context.project_root))
 
         # Undocumented: a component has no public way to find the others of its project.
         files = [each.recipe for each in context.component_tree.get_all_components(LoraRecipe)]
+        self._require_found(files)
         self._require_own_name(files)
         recipes, broken, location, shared = _project(tuple(files))
         own = self._graph(recipes, broken, location)
@@ -148,6 +149,23 @@ class LoraRecipe(Component, Model, Resolvable):
             raise error.error
         click.echo(printable_lines(f"warning: {error.summary()}"), err=True)
         return graph
+
+    def _require_found(self, files: Sequence[Path]) -> None:
+        # A component in defs.yaml has an absolute path. A code server may have any working directory.
+        if not self.recipe.is_absolute():
+            raise RecipeError(
+                f"the recipe of a component in Python must be an absolute path, got {self.recipe}",
+                where="latentline.LoraRecipe, recipe",
+                fix=f'use `context.project_root / "{self.recipe}"`, or another absolute path',
+            )
+        # Dagster reads the types of components in Python from annotations that are classes, not texts.
+        if self.recipe not in files:
+            raise RecipeError(
+                "Dagster does not list this component, because its function does not state the class",
+                where=str(self.recipe),
+                fix="give the function that returns it the annotation `-> latentline.LoraRecipe`, in a file "
+                "without `from __future__ import annotations`; or declare the component in a defs.yaml",
+            )
 
     def _require_own_name(self, files: Sequence[Path]) -> None:
         # Assets, jobs and sensors are named after the recipe.

@@ -29,6 +29,7 @@ from dagster.components.testing import DefsFolderSandbox, create_defs_folder_san
 
 from assets.definitions import build_definitions, load_project_recipes
 from latentline import LoraRecipe
+from pipeline.errors import RecipeError
 
 # Dagster loads defs.yaml with a function that Pydantic wants to remove, and links to it with beta classes.
 pytestmark = [
@@ -128,6 +129,58 @@ def test_a_broken_recipe_shows_its_error_and_the_other_one_stays(
     with pytest.raises(Exception, match="flowers") as raised, project.build_all_defs():
         pass
     assert "bogus" in str(raised.value.__cause__)
+
+
+def build_python_component(
+    project: DefsFolderSandbox, recipe: str, annotation: str, first_line: str = ""
+) -> RecipeError | dict[str, list[str]]:
+    """Declare a component in Python, and return all names of the project or the error of the component."""
+    code = f"""
+        {first_line}
+        from pathlib import Path
+        import dagster as dg
+        from latentline import LoraRecipe
+
+        @dg.component_instance
+        def component(context: dg.ComponentLoadContext){annotation}:
+            return LoraRecipe(recipe={recipe})
+        """
+    (project.defs_folder_path / "component.py").write_text(dedent(code), encoding="utf-8")
+    try:
+        with project.build_all_defs() as defs:
+            return names(defs)
+    except Exception as err:
+        if isinstance(err.__cause__, RecipeError):
+            return err.__cause__
+        raise
+
+
+# Dagster calls its loading of modules with components a preview.
+@pytest.mark.filterwarnings("ignore::dagster.PreviewWarning")
+def test_a_component_in_python_needs_its_class_as_the_annotation_and_an_absolute_path(
+    project: DefsFolderSandbox, photos_once: Path
+) -> None:
+    shutil.rmtree(project.scaffold_component(LoraRecipe, "flowers", {"images": str(photos_once)}))
+    file, annotation = 'context.project_root / "configs/flowers.yaml"', " -> LoraRecipe"
+    built = build_python_component(project, file, annotation)
+    assert isinstance(built, dict)
+    assert "flowers_train" in built["jobs"]
+
+    # Dagster lists the components of a type without loading the others, so it reads only annotations.
+    future = "from __future__ import annotations"
+    for error in (
+        build_python_component(project, file, ""),
+        build_python_component(project, file, annotation, future),
+    ):
+        assert isinstance(error, RecipeError)
+        assert error.where == str(project.project_root / "configs" / "flowers.yaml")
+        assert "`-> latentline.LoraRecipe`" in error.fix
+        assert future in error.fix
+
+    error = build_python_component(project, 'Path("configs/flowers.yaml")', annotation)
+    assert isinstance(error, RecipeError)
+    assert error.what.endswith("must be an absolute path, got configs/flowers.yaml")
+    assert file in error.fix
 
 
 def test_one_component_loads_alone(project: DefsFolderSandbox, photos_once: Path) -> None:
