@@ -331,13 +331,14 @@ def _ended_runs(
 
         # The run that a retry continues may have scanned the files before they changed.
         run, first = record.dagster_run, continued_runs(instance, record)[0]
-        if _began_s(first) < since:
+        # After a failure too: the checks of some steps may have judged tables of files before the change.
+        if _began_s(first) < since or not _caches_all(first.dagster_run, recipe):
             continue
-        if run.status == DagsterRunStatus.SUCCESS and _caches_all(first.dagster_run, recipe):
+        if run.status == DagsterRunStatus.SUCCESS:
             return run.run_id, list(failed.values())
         # `run_retries` has its own number of attempts, so all of them are one here.
         attempt = first.dagster_run.run_id
-        if run.job_name == cache_job and run.status != DagsterRunStatus.SUCCESS and attempt not in failed:
+        if run.job_name == cache_job and attempt not in failed:
             failed[attempt] = EndedRun(
                 run.run_id,
                 _ended_s(record),

@@ -23,7 +23,8 @@ from dagster import (
     build_sensor_context,
     job,
 )
-from dagster._core.execution.api import create_execution_plan
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import create_execution_plan, execute_run
 
 from assets import automation
 from assets.automation import (
@@ -39,6 +40,7 @@ from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import Recipe, load_recipe
+from resources.failures import has_closed_gate
 from tests.small_recipe import small_recipe
 
 NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
@@ -218,25 +220,65 @@ def test_O14_a_run_that_did_not_succeed_is_tried_again_three_times_with_growing_
     assert "nothing has changed" in ticks.evaluate()
 
 
+@pytest.mark.parametrize("end", ["PIPELINE_SUCCESS", "PIPELINE_FAILURE", "PIPELINE_CANCELED"])
 @pytest.mark.parametrize("selected", ["assets", "steps"])
-def test_O14_a_run_of_some_assets_or_steps_does_not_count_as_success(
-    tmp_path: Path, instance: DagsterInstance, selected: str
+def test_O14_a_run_of_some_assets_or_steps_and_its_retry_count_neither_as_success_nor_as_attempt(
+    tmp_path: Path, instance: DagsterInstance, selected: str, end: str
 ) -> None:
     ticks = Ticks(tmp_path, instance)
     ticks.evaluate()
     job = ticks.repository.get_job("flowers_cache")
-    selection = frozenset({AssetKey(["flowers", "raw_images"])})
+    selection, plan = None, None
     if selected == "assets":
-        run = instance.create_run_for_job(
-            job.get_subset(asset_selection=selection), asset_selection=selection, tags={RECIPE_TAG: "flowers"}
-        )
+        selection = frozenset({AssetKey(["flowers", "raw_images"])})
+        job = job.get_subset(asset_selection=selection)
     else:
         plan = create_execution_plan(job, step_keys_to_execute=["flowers__raw_images"])
-        run = instance.create_run_for_job(job, execution_plan=plan, tags={RECIPE_TAG: "flowers"})
-        assert run.step_keys_to_execute == ["flowers__raw_images"]
-    instance.report_dagster_event(
-        DagsterEvent(event_type_value="PIPELINE_SUCCESS", job_name=run.job_name), run.run_id
+
+    parent: str | None = None
+    for tags in ({}, {"dagster/is_resume_retry": "true"}):
+        run = instance.create_run_for_job(
+            job,
+            execution_plan=plan,
+            asset_selection=selection,
+            parent_run_id=parent,
+            root_run_id=parent,
+            tags={RECIPE_TAG: "flowers", **tags},
+        )
+        assert selected == "assets" or run.step_keys_to_execute == ["flowers__raw_images"]
+        event = DagsterEvent(event_type_value=end, job_name=run.job_name)
+        instance.report_dagster_event(event, run.run_id)
+        parent = run.run_id
+    assert ticks.evaluate() == "run"
+    assert ticks.attempts == ["1 of 4"]
+
+
+def test_O14_a_gate_that_selected_steps_close_does_not_end_a_change(
+    tmp_path: Path, instance: DagsterInstance, tiny_sd: Path
+) -> None:
+    """The steps read the tables of the images before the change."""
+    ticks = Ticks(tmp_path, instance)
+    ticks.repository = repository_of(small_recipe(tmp_path, model={"base": tiny_sd}, recache=ENABLED))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    image = tmp_path / "data" / "a.jpg"
+    image.write_bytes(b"no image")
+    ticks.evaluate()
+    job = ticks.repository.get_job("flowers_cache")
+    first = job.execute_in_process(instance=instance, raise_on_error=False)
+    assert "a check stopped run" in ticks.evaluate()
+
+    image.unlink()
+    assert "settle" in ticks.evaluate()
+    step = "flowers__validated_dataset"
+    again = instance.create_run_for_job(
+        job,
+        execution_plan=create_execution_plan(job, step_keys_to_execute=[step]),
+        parent_run_id=first.run_id,
+        root_run_id=first.run_id,
+        tags={RECIPE_TAG: "flowers", "dagster/step_selection": step},
     )
+    execute_run(InMemoryJob(job), again, instance)
+    assert has_closed_gate(instance, again.run_id)
     assert ticks.evaluate() == "run"
 
 
