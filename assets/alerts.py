@@ -1,7 +1,7 @@
 """Alerts: sensors that send failed runs, new warnings and broken recipes to `LATENTLINE_WEBHOOK`."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from dagster import (
     AssetCheckSeverity,
@@ -23,7 +23,7 @@ from dagster import (
     sensor,
 )
 
-from assets.automation import continued_runs, is_recipe_run
+from assets.automation import continued_runs, is_recipe_run, selected_assets
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
 from pipeline.errors import counted
@@ -39,7 +39,7 @@ WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
 
 _MAX_COMPARED = 100
-"""Maximum number of earlier runs in which the previous one with the same assets is searched."""
+"""Maximum number of earlier runs in which the previous evaluations of checks are searched."""
 
 _MAX_NAMES = 3
 """Maximum number of names in a title."""
@@ -72,7 +72,7 @@ def alert_sensors(
         name=f"{location.prefix}warning_alerts",
         run_status=DagsterRunStatus.SUCCESS,
         default_status=DefaultSensorStatus.RUNNING,
-        description="Sends warnings that the previous run of the job did not have to LATENTLINE_WEBHOOK.",
+        description="Sends the new warnings of each successful run to LATENTLINE_WEBHOOK.",
     )
     def warning_alerts(context: RunStatusSensorContext) -> list[RunRequest] | None:
         run = context.dagster_run
@@ -140,12 +140,15 @@ def recipe_alert(broken: Sequence[BrokenRecipe]) -> Alert:
 
 
 def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
-    """Return the warnings of a run that the previous run of its job did not have; None without such."""
+    """Return the new warnings of a run; None without such.
+
+    A warning is new unless the check also failed the last time that an earlier run of the job evaluated it.
+    """
     record = instance.get_run_record_by_id(run.run_id)
     assert record is not None  # the sensor has its event
-    runs = continued_runs(instance, record)
-    warnings = _warnings(instance, runs)
-    if not warnings:
+    warnings = _evaluations(instance, continued_runs(instance, record))
+    new = {check: problem for check, problem in warnings.items() if problem is not None}
+    if not new:
         return None
 
     # Only earlier runs: a later one may have ended before the sensor reads this one.
@@ -155,27 +158,34 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
         tags=_recipe_tags(run),
         created_before=record.create_timestamp,
     )
-    known: Collection[tuple[str, str]] = ()
+    # Each check by itself: runs of the job may have executed other assets, steps or checks.
+    undecided = set(new)
     for each in instance.get_run_records(filters, limit=_MAX_COMPARED):
-        earlier = continued_runs(instance, each)
-        # Runs that were selected by hand have one job, whatever their assets are.
-        if earlier[0].dagster_run.asset_selection == runs[0].dagster_run.asset_selection:
-            known = _warnings(instance, earlier)
+        earlier = _evaluations(instance, continued_runs(instance, each))
+        for check in undecided & earlier.keys():
+            undecided.remove(check)
+            if earlier[check] is not None:
+                del new[check]
+        if not undecided:
             break
-    new = [problem for check, problem in warnings.items() if check not in known]
     if not new:
         return None
     title = f"{_title(run)} has {len(new)} new warning{'s' if len(new) > 1 else ''}"
-    return Alert(title, "warning", run.run_id, run.job_name, new)
+    return Alert(title, "warning", run.run_id, run.job_name, list(new.values()))
 
 
 def _recipe_tags(run: DagsterRun) -> dict[str, str]:
     return {RECIPE_TAG: run.tags[RECIPE_TAG]} if RECIPE_TAG in run.tags else {}
 
 
-def _warnings(instance: DagsterInstance, runs: Sequence[RunRecord]) -> dict[tuple[str, str], Problem]:
-    """Return the failed warnings by asset and check, after a run and the ones that it continues."""
-    warnings: dict[tuple[str, str], Problem] = {}
+def _evaluations(
+    instance: DagsterInstance, runs: Sequence[RunRecord]
+) -> dict[tuple[str, str], Problem | None]:
+    """Return the last result of each asset and check that a run, or one that it continues, has evaluated.
+
+    It is the problem of a failed warning, and None for all other results.
+    """
+    results: dict[tuple[str, str], Problem | None] = {}
     for record in runs:
         # Undocumented: no public call returns the events of one run.
         for entry in instance.all_logs(
@@ -185,21 +195,21 @@ def _warnings(instance: DagsterInstance, runs: Sequence[RunRecord]) -> dict[tupl
             evaluation = entry.dagster_event.asset_check_evaluation_data
             asset = evaluation.asset_key.to_user_string()
             if evaluation.passed or evaluation.severity != AssetCheckSeverity.WARN:
-                warnings.pop((asset, evaluation.check_name), None)
+                results[asset, evaluation.check_name] = None
                 continue
             texts = {name: str(value.value) for name, value in evaluation.metadata.items()}
-            warnings[asset, evaluation.check_name] = Problem(
+            results[asset, evaluation.check_name] = Problem(
                 texts.get("summary", evaluation.check_name),
                 f"{asset}, check {evaluation.check_name}",
                 texts.get("fix", "see the check in Dagster's UI"),
             )
-    return warnings
+    return results
 
 
 def _title(run: DagsterRun) -> str:
     if run.job_name != HIDDEN_JOB:
         return run.job_name
-    keys = sorted(key.to_user_string() for key in run.asset_selection or ())
+    keys = sorted(key.to_user_string() for key in selected_assets(run))
     return _listed(keys) or run.job_name
 
 

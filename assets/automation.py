@@ -484,11 +484,15 @@ def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> b
     return RECIPE_TAG in run.tags or has_machine(run) or bool(_selected_recipes(run, repository))
 
 
+def selected_assets(run: DagsterRun) -> set[AssetKey]:
+    """Return the assets that somebody selected for a run, and the assets of selected checks."""
+    # Checks may be executed without their assets.
+    checked = [check.asset_key for check in run.asset_check_selection or ()]
+    return {*(run.asset_selection or ()), *checked}
+
+
 def _selected_recipes(run: DagsterRun, repository: RepositoryDefinition | None) -> set[str]:
     """Return the recipes whose assets the run selects."""
     assets = {} if repository is None else repository.assets_defs_by_key
-    # Checks may be executed without their assets.
-    checked = [check.asset_key for check in run.asset_check_selection or ()]
-    keys = {*(run.asset_selection or ()), *checked}
-    metadata = [assets[key].get_asset_spec(key).metadata for key in keys if key in assets]
+    metadata = [assets[key].get_asset_spec(key).metadata for key in selected_assets(run) if key in assets]
     return {str(each[RECIPE]) for each in metadata if RECIPE in each}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dagster import (
+    AssetCheckKey,
     AssetKey,
     AssetSelection,
     DagsterInstance,
+    DagsterRun,
     DagsterRunStatus,
     Definitions,
     build_run_status_sensor_context,
@@ -19,6 +21,8 @@ from dagster import (
     job,
     op,
 )
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import create_execution_plan, execute_run
 from PIL import Image
 
 from assets.alerts import failure_alert, warning_alert
@@ -306,6 +310,70 @@ def test_a_warning_of_a_run_that_a_retry_continues_is_sent_once(
     assert following is not None
     assert following.is_success
     assert warning_alert(instance, following) is None
+
+
+def test_a_warning_is_known_after_runs_of_other_assets_or_steps_of_the_job(
+    recipe: Recipe, instance: DagsterInstance, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    nightly = Location(recipe, instance).definitions.resolve_job_def(JOB)
+
+    def warnings(
+        *, assets: Collection[str] | None = None, step: str | None = None, parent: str | None = None
+    ) -> tuple[list[str], str]:
+        """Return the new warnings of a run of the job, and its id."""
+        selection = None if assets is None else frozenset(AssetKey(["flowers", name]) for name in assets)
+        job = nightly.get_subset(asset_selection=selection)
+        plan = None if step is None else create_execution_plan(job, step_keys_to_execute=[step])
+        run = instance.create_run_for_job(
+            job, execution_plan=plan, asset_selection=selection, parent_run_id=parent, root_run_id=parent
+        )
+        execute_run(InMemoryJob(job), run, instance)
+        ended = instance.get_run_by_id(run.run_id)
+        assert ended is not None
+        assert ended.is_success
+        alert = warning_alert(instance, ended)
+        return [] if alert is None else [problem.where for problem in alert.problems], run.run_id
+
+    new, complete = warnings()
+    assert "flowers/raw_images, check oddities" in new
+    # As "Materialize all" on the job's page starts it.
+    assert warnings(assets=["raw_images", "validated_dataset"])[0] == []
+    assert warnings(step="flowers__validated_dataset", parent=complete)[0] == []
+    assert warnings()[0] == []
+    assert warnings(assets=["validated_dataset"])[0] == []
+
+    (tmp_path / "data" / "orphan.txt").unlink()
+    assert warnings()[0] == []
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    assert warnings(step="flowers__validated_dataset", parent=complete)[0] == []
+    assert warnings()[0] == ["flowers/raw_images, check oddities"]
+
+
+def test_alerts_of_checks_without_their_assets_name_the_assets_and_compare_each_check(
+    recipe: Recipe, instance: DagsterInstance, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    location = Location(recipe, instance)
+    assert location.run().success
+    by_hand = location.definitions.get_repository_def().get_job("__ASSET_JOB")
+
+    def check(name: str) -> DagsterRun:
+        # As the UI executes a check.
+        checks = frozenset({AssetCheckKey(AssetKey(["flowers", "raw_images"]), name)})
+        job = by_hand.get_subset(asset_selection=frozenset(), asset_check_selection=checks)
+        run = DagsterRun(job.name, asset_selection=frozenset(), asset_check_selection=checks)
+        instance.add_run(run)
+        assert execute_run(InMemoryJob(job), run, instance).success
+        return run
+
+    run = check("oddities")
+    alert = warning_alert(instance, run)
+    assert alert is not None
+    assert alert.title == "flowers/raw_images has 1 new warning"
+    assert failure_alert(instance, run, [recipe]).title == "flowers/raw_images failed"
+    check("names_distinct")
+    assert warning_alert(instance, check("oddities")) is None
 
 
 def test_a_failed_job_of_the_project_that_is_of_no_recipe_is_not_sent(
