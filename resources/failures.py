@@ -16,12 +16,15 @@ from dagster import (
     RetryRequested,
 )
 
-from pipeline.errors import GateClosedError, LatentlineError
+from pipeline.errors import GateClosedError, LatentlineError, PathIsolationError
 from pipeline.log import WARNING, Log, discard
 from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.retry import is_transient
 
 _PARTS = ("what", "where", "fix")
+
+# The gate path_isolation has an error of its own, because nothing may be written after it.
+_CLOSED_GATES = {GateClosedError.__name__, PathIsolationError.__name__}
 
 MAX_RETRIES = 2
 
@@ -79,7 +82,7 @@ def has_closed_gate(instance: DagsterInstance, run_id: str) -> bool:
     """Return whether a gate has stopped the run."""
     # Undocumented: no public call returns the events of one run.
     failures = instance.all_logs(run_id, of_type=DagsterEventType.STEP_FAILURE)
-    return any(_kind(entry.get_dagster_event()) == GateClosedError.__name__ for entry in failures)
+    return any(_kind(entry.get_dagster_event()) in _CLOSED_GATES for entry in failures)
 
 
 def _kind(event: DagsterEvent) -> str | None:

@@ -484,6 +484,25 @@ def test_a_run_of_checks_alone_is_a_run_of_the_recipe(tmp_path: Path) -> None:
     assert not is_recipe_run(DagsterRun("__ASSET_JOB"), repository)
 
 
+def test_O14_a_closed_gate_path_isolation_is_not_tried_again(
+    tmp_path: Path, instance: DagsterInstance, tiny_sd: Path
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    (tmp_path / "data" / "a.jpg").write_bytes(b"no image")
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    inside_the_dataset = tmp_path / "link" / "out"
+    ticks.repository = repository_of(
+        small_recipe(tmp_path, model={"base": tiny_sd}, recache=ENABLED, output_dir=inside_the_dataset)
+    )
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    ticks.evaluate()
+    job = ticks.repository.get_job("flowers_cache")
+    result = job.execute_in_process(instance=instance, raise_on_error=False)
+    (evaluation,) = result.get_asset_check_evaluations()
+    assert (evaluation.check_name, evaluation.passed) == ("path_isolation", False)
+    assert "a check stopped run" in ticks.evaluate()
+
+
 @job
 def empty_job() -> None:
     """A job without steps, of which runs can be recorded in any status."""
