@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from dagster import (
@@ -326,7 +326,8 @@ def _ended_runs(
     # Dagster sorts by creation, but a run may have waited in the queue until a newer one had ended.
     records = sorted(instance.get_run_records(filters, limit=_MAX_RUNS), key=_ended_s, reverse=True)
     for record in records:
-        if _began_s(record) < since:
+        # No other run of the recipe is in progress: these are lost, and none of their times is certain.
+        if record.dagster_run.status in IN_PROGRESS or _began_s(record) < since:
             continue
 
         # The run that a retry continues may have scanned the files before they changed.
@@ -470,12 +471,20 @@ def find_active_run(
 
 
 def _runs_in_progress(instance: DagsterInstance, **filters: Any) -> Iterator[DagsterRun]:
-    created_before = datetime.now(UTC) - timedelta(seconds=LONGEST_START_S)
     for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS, **filters)):
-        run = record.dagster_run
-        # Nothing ends a run whose process was killed after it had created the run, and before it began it.
-        if run.status != DagsterRunStatus.NOT_STARTED or record.create_timestamp > created_before:
-            yield run
+        if not _is_lost(instance, record.dagster_run):
+            yield record.dagster_run
+
+
+def _is_lost(instance: DagsterInstance, run: DagsterRun) -> bool:
+    # Nothing ends a run whose process was killed after it had created the run, and before it began it.
+    if run.status != DagsterRunStatus.NOT_STARTED:
+        return False
+
+    # Dagster stores the plan of assets and checks with a run. The time of the creation is no measure, because
+    # PostgreSQL notes it in its own time zone. Undocumented: no public call returns the events of one run.
+    times = [entry.timestamp for entry in instance.all_logs(run.run_id)]
+    return bool(times) and max(times) < time.time() - LONGEST_START_S
 
 
 def is_recipe_run(run: DagsterRun, repository: RepositoryDefinition | None) -> bool:

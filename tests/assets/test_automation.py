@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dagster import (
     job,
 )
 from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.events import AssetMaterializationPlannedData
 from dagster._core.execution.api import create_execution_plan, execute_run
 
 from assets import automation
@@ -533,6 +535,25 @@ def test_O08_a_run_that_was_killed_before_it_began_is_not_waited_for_forever(
     assert find_active_run(instance, recipe(tmp_path), None) == run
     monkeypatch.setattr(automation, "LONGEST_START_S", 0.0)
     assert find_active_run(instance, recipe(tmp_path), None) is None
+
+
+@pytest.mark.parametrize("offset_h", [-5, 9])
+def test_O08_a_lost_run_is_no_attempt_and_the_time_zone_of_the_database_has_no_effect_on_it(
+    tmp_path: Path, instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch, offset_h: int
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.evaluate()
+    run = DagsterRun("flowers_cache", tags={RECIPE_TAG: "flowers"})
+    # As PostgreSQL in another time zone notes the creation.
+    instance.run_storage.add_historical_run(run, datetime.now(UTC) + timedelta(hours=offset_h))
+    planned = AssetMaterializationPlannedData(AssetKey(["flowers", "raw_images"]))
+    instance.report_dagster_event(
+        DagsterEvent("ASSET_MATERIALIZATION_PLANNED", run.job_name, event_specific_data=planned), run.run_id
+    )
+    assert run.run_id in ticks.evaluate()
+    monkeypatch.setattr(automation, "LONGEST_START_S", 0.0)
+    assert ticks.evaluate() == "run"
+    assert ticks.attempts == ["1 of 4"]
 
 
 @pytest.mark.parametrize(
