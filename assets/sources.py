@@ -64,8 +64,9 @@ class SourceModel(NamedTuple):
         # The key must not depend on whether it exists.
         if self.revision is None:
             return AssetKey([MODELS_PREFIX, *_parts(in_project(self.source))])
-        name = f"{self.source}@{self.revision}"
-        return AssetKey([MODELS_PREFIX, *(_valid(part) for part in name.split("/") if part)])
+        *owner, name = (_valid(part) for part in self.source.split("/") if part)
+        pinned = f"{name}_{_valid(self.revision)}_{_digest(f'{self.source}@{self.revision}')}"
+        return AssetKey([MODELS_PREFIX, *owner, pinned])
 
     def version(self) -> str | None:
         """Return a text that changes with its files on this machine; None if it is not on it."""
@@ -232,4 +233,5 @@ def _digest(text: str) -> str:
 
 
 def _valid(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.@-]", "_", text)
+    # Of a key, Dagster makes the name of an input, in which it replaces `.` and `-` and nothing else.
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", text)
