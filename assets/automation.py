@@ -153,8 +153,11 @@ class SensorState:
             return SensorState(seen, self.handled, since=now, observed=self.observed), reason
 
         since = self.since if seen == self.seen else now
-        reason = "nothing has changed since the last run" if seen == self.handled else None
-        return SensorState(seen, self.handled, since=since, observed=self.observed), reason
+        if seen == self.handled:
+            reason = "nothing has changed since the last run"
+            return SensorState(seen, seen, since=since, observed=self.observed), reason
+        # From now on a run may replace the results of the handled state, which is a change if it comes back.
+        return SensorState(seen, None, since=since, observed=self.observed), None
 
     def after_runs(
         self, *, succeeded: str | None, failed: Sequence[EndedRun], now: float

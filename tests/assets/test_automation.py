@@ -191,6 +191,22 @@ def test_O06_files_that_return_to_an_older_state_run_again() -> None:
     assert requested == ["one", "two", "one"]
 
 
+@pytest.mark.parametrize("ended", [DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE])
+def test_O06_a_change_that_is_reverted_after_its_run_began_runs_again(
+    tmp_path: Path, instance: DagsterInstance, ended: DagsterRunStatus
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    assert [ticks.evaluate() for _ in range(3)][1] == "run"
+    new = tmp_path / "data" / "new.jpg"
+    new.write_bytes(b"1")
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate(ended) == "run"
+    # Before the tick that would have seen the end of that run.
+    new.unlink()
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate() == "run", "the tables are those of a dataset with the new file"
+
+
 def test_a_change_that_is_reverted_before_it_settles_runs_nothing() -> None:
     state = SensorState("one", "one")
     state, _ = state.settle("two", now=1.0)
