@@ -152,7 +152,7 @@ class TerminalHandler(logging.Handler):
         self.run_id: str | None = None
         self._stream = stream
         self._has_status_line = stream.isatty()
-        self._step_started_s = 0.0
+        self._started_s: dict[str | None, float] = {}
         self._left_s = dict(expected_s)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -208,11 +208,12 @@ class TerminalHandler(logging.Handler):
 
     def _show_event(self, event: DagsterEvent, name: str, time_s: float) -> None:
         if event.event_type == DagsterEventType.STEP_START:
-            self._step_started_s = time_s
+            self._started_s[event.step_key] = time_s
             if self._has_status_line:
                 self._show_message(name, "started", time_s)
         elif event.event_type == DagsterEventType.STEP_SUCCESS:
-            duration = f"{time_s - self._step_started_s:6.1f} s"
+            # Steps of an executor with a process for each may run at the same time.
+            duration = f"{time_s - self._started_s.get(event.step_key, time_s):6.1f} s"
             self._write_line(f"  {name:<{_NAME_WIDTH}}  {duration}{self._left_text(event.step_key)}", time_s)
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
             self._write_line(printable_lines(event.step_failure_data.error_display_string), time_s)

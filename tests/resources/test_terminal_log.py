@@ -18,16 +18,26 @@ from dagster import (
     AssetCheckSeverity,
     AssetCheckSpec,
     AssetExecutionContext,
+    DagsterEvent,
     DagsterInstance,
     Definitions,
+    EventLogEntry,
     MaterializeResult,
     asset,
     define_asset_job,
 )
+from dagster._core.events import StepSuccessData
 
 from pipeline.errors import StoreError
 from resources.failures import errors_as_failures
-from resources.terminal_log import POLL_S, TERMINAL_LOGGER, last_durations, show_run, terminal_logger
+from resources.terminal_log import (
+    POLL_S,
+    TERMINAL_LOGGER,
+    TerminalHandler,
+    last_durations,
+    show_run,
+    terminal_logger,
+)
 
 Body = Callable[[AssetExecutionContext], object]
 
@@ -144,6 +154,25 @@ def test_a_finished_step_says_how_long_the_rest_took_in_the_last_run() -> None:
         with show_run(stream, expected_s=durations | more):
             execute(lambda context: None, instance)
     assert stream.getvalue().rstrip("\r\x1b[K\n").endswith(" s   about 12:08 left, as in the last run")
+
+
+def test_steps_at_the_same_time_have_their_own_durations() -> None:
+    stream = Terminal()
+    handler = TerminalHandler(stream)
+    for time_s, ended, asset_name in (
+        (1000.0, None, "vae_latents"),
+        (1095.0, None, "text_embeddings"),
+        (1100.0, StepSuccessData(100_000.0), "vae_latents"),
+        (1101.0, StepSuccessData(6_000.0), "text_embeddings"),
+    ):
+        step = f"small__{asset_name}"
+        kind = "STEP_START" if ended is None else "STEP_SUCCESS"
+        event = DagsterEvent(kind, "small_cache", step_key=step, event_specific_data=ended)
+        handler.show_entry(EventLogEntry(None, logging.INFO, "", "run", time_s, step, "small_cache", event))
+    assert re.findall(r"(\w+) +(\d+\.\d) s", stream.getvalue()) == [
+        ("vae_latents", "100.0"),
+        ("text_embeddings", "6.0"),
+    ]
 
 
 def test_a_terminal_keeps_one_line_per_asset_and_each_warning() -> None:
