@@ -108,8 +108,8 @@ class SensorState:
     Attributes:
         seen: State of files and recipe after the last complete listing.
         since: When it was listed first, in seconds since the epoch.
-        handled: Last state with which a run has succeeded, or which a gate has rejected. Files that return
-            to an older state are a change again.
+        handled: Last state with which a run has succeeded, or which a gate has rejected; None once another
+            one has settled. Files that return to an older state are a change again.
         position: Fields of the `ScanPosition` at which the listing of a large dataset stopped; None between
             two listings.
         listed: Fingerprints of the addresses that a listing in progress has completed.
