@@ -1,8 +1,8 @@
 """The least that a command could do: one plain process that encodes a folder, or trains one step.
 
-python bench/bare.py encode BASE PHOTOS OUT EDGE    latents and text embeddings of all images, as safetensors
-python bench/bare.py step BASE CACHE RANK BATCH     one training step on entries of a cache
-python bench/bare.py train BASE PHOTOS OUT EDGE RANK STEPS    `encode` if OUT is missing, then steps
+python -P bench/bare.py encode BASE PHOTOS OUT EDGE    latents and text embeddings, as safetensors
+python -P bench/bare.py step BASE CACHE RANK BATCH     one training step on entries of a cache
+python -P bench/bare.py train BASE PHOTOS OUT EDGE RANK STEPS    `encode` if OUT is missing, then steps
 
 Imports nothing of Latentline, and only the classes that it needs.
 """
@@ -15,6 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the command line of the plain process."""
+    # Without -P, bench/ is the first folder of imports, and transformers imports bench/kernels.py with all
+    # that it needs of Latentline, in place of the library `kernels`.
+    return [sys.executable, "-P", __file__, *map(str, arguments)]
 
 
 def encode(base: Path, photos: Path, out: Path, edge: int) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+from bench import bare
 from bench.growth.stages import prepare
 from bench.measure import Figure, Sides, Workplace
 from bench.workload import photographs
@@ -61,8 +62,7 @@ def _finish(place: Workplace, process: subprocess.Popen[bytes]) -> None:
 def _bare_s(*arguments: object) -> float:
     """Run bench/bare.py with the settings of a plain process, and return its seconds."""
     start_s = time.perf_counter()
-    command = [sys.executable, str(ROOT / "bench" / "bare.py"), *map(str, arguments)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(bare.command(*arguments), check=True, capture_output=True)
     return time.perf_counter() - start_s
 
 
@@ -83,7 +83,7 @@ def _write_recipe(place: Workplace, cache: Path, *, edge: int, step: int, seed: 
 @contextmanager
 def _cold(place: Workplace) -> Generator[Sides]:
     images = 200 if place.full else 60
-    cache, bare = place.folder / "cache", place.folder / "bare"
+    cache, encoded = place.folder / "cache", place.folder / "bare"
     make_tiny(place.folder / "tiny")
     photographs(place.folder / "photos", images, max_px=4_000_000)
     _write_recipe(place, cache, edge=EDGE, step=64)
@@ -97,8 +97,8 @@ def _cold(place: Workplace) -> Generator[Sides]:
         return time.perf_counter() - start_s
 
     def limit() -> float:
-        shutil.rmtree(bare, ignore_errors=True)
-        return _bare_s("encode", place.folder / "tiny", place.folder / "photos", bare, EDGE)
+        shutil.rmtree(encoded, ignore_errors=True)
+        return _bare_s("encode", place.folder / "tiny", place.folder / "photos", encoded, EDGE)
 
     yield Sides(1, ours, limit)
 

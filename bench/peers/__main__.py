@@ -38,7 +38,7 @@ def main() -> None:
         "sd-scripts": options.sd_scripts,
     }
     trainers = [
-        Trainer("bare process", results.commit(), ours.bare),
+        Trainer("bare process", results.commit(), ours.plain),
         Trainer("Latentline", results.commit(), ours.latentline),
         *(peer(name, checkout.resolve()) for name, checkout in given.items() if checkout),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from bench import bare
 from bench.peers.trainer import Place, Start, Task, steps_by
 
 ROOT = Path(__file__).parents[2]
@@ -25,11 +26,10 @@ training:
 """
 
 
-def bare(task: Task, place: Place, seed: int) -> Start:
+def plain(task: Task, place: Place, seed: int) -> Start:
     """Return the command of the plain process, which has no seed."""
     arguments = [task.base, place.photos, place.folder / "cache", task.edge, task.rank, task.steps]
-    command = [sys.executable, str(ROOT / "bench" / "bare.py"), "train", *map(str, arguments)]
-    return Start(command, steps_by(r"step (\d+)"), ROOT)
+    return Start(bare.command("train", *arguments), steps_by(r"step (\d+)"), ROOT)
 
 
 def latentline(task: Task, place: Place, seed: int) -> Start:
