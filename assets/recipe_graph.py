@@ -32,6 +32,7 @@ from assets.validated_dataset import build_validated_dataset
 from pipeline.errors import RecipeError
 from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe, Recipe
+from pipeline.recipe.schema import RESERVED_NAMES
 from pipeline.storage.needed_columns import ALL_INPUTS, STAGE_INPUTS
 from resources.failures import errors_as_failures
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
@@ -106,7 +107,7 @@ def broken_recipe_graphs(
     broken: Sequence[BrokenRecipe], taken: Collection[str], location: Location
 ) -> list[Definitions]:
     """Return the definitions of each broken recipe; `taken` are the names of usable recipes."""
-    names = set(taken)
+    names = {*taken, *RESERVED_NAMES}
     graphs: list[Definitions] = []
     for recipe in broken:
         name = _free_name(recipe.name, names)

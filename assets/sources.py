@@ -27,13 +27,14 @@ from dagster import (
 from assets.names import asset_key
 from pipeline.escaping import without_secrets
 from pipeline.recipe import Recipe, in_project, project_root
+from pipeline.recipe.schema import RESERVED_NAMES
 from pipeline.storage.addresses import Address, Url
 from resources.failures import errors_as_failures
 
 SOURCES_GROUP = "sources"
 """Group of all source assets."""
 
-DATASETS_PREFIX, MODELS_PREFIX = "source_datasets", "source_models"
+DATASETS_PREFIX, MODELS_PREFIX = RESERVED_NAMES
 """First part of the keys of each kind of source."""
 
 # Undocumented: `AssetObservation` has no other field for a data version.

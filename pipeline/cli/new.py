@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pipeline.cli.conventions import RECIPE, as_recipe_path, echo, report_broken
 from pipeline.cli.json_output import give
 from pipeline.errors import RUN_RECIPE, LatentlineError, RecipeError, counted
 from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
-from pipeline.recipe.schema import NAME_PATTERN, valid_name
+from pipeline.recipe.schema import name_mistake, valid_name
 from pipeline.storage.addresses import Url
 
 DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -79,11 +78,11 @@ def command(
 
     report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
-    if not re.fullmatch(NAME_PATTERN, name):
+    if (mistake := name_mistake(name)) is not None:
         rest = ["--from", source.name] if source is not None else ["--images", str(images)]
         rest += ["--base", base] if base else []
         raise RecipeError(
-            f"a recipe's name must consist of letters, digits and _, got {name!r}",
+            mistake,
             where=str(recipes_dir()),
             fix=shlex.join(["latentline", "new", valid_name(name), *rest]),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import RECIPE, Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.project import path_in_recipe, project_root
-from pipeline.recipe.schema import NAME_PATTERN, RecacheSettings, Recipe, valid_name
+from pipeline.recipe.schema import RecacheSettings, Recipe, name_mistake, valid_name
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.recipe.yaml_file import read_yaml_file
@@ -226,9 +225,9 @@ def _read(file: Path) -> _RecipeText:
 
 
 def _name_mistakes(name: str) -> list[Mistake]:
-    if re.fullmatch(NAME_PATTERN, name):
+    what = name_mistake(name)
+    if what is None:
         return []
-    what = f"the name of a recipe must contain only letters, digits and _, got {name!r}"
     return [Mistake((), what, f"rename the file, for example to {valid_name(name)}.yaml")]
 
 
@@ -294,7 +293,7 @@ def _last_writer(output_dir: Path) -> str | None:
 
 def _free_folder(name: str, output: Address, taken: Collection[str]) -> str:
     """Return a folder next to `output`, named after a recipe, that neither exists nor is in `taken`."""
-    name = name if re.fullmatch(NAME_PATTERN, name) else valid_name(name)
+    name = name if name_mistake(name) is None else valid_name(name)
     names = (name if number == 1 else f"{name}_{number}" for number in count(1))
     folders = (
         Url(f"{output.parent}/{each}") if isinstance(output, Url) else output.parent / each for each in names

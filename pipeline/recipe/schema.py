@@ -48,13 +48,28 @@ WarningCheck = Annotated[
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Pattern of a recipe's name."""
 
+# With a folder raw_images in the project, source_datasets/raw_images would be the key of two assets, and no
+# recipe of the project could be loaded.
+RESERVED_NAMES = ("source_datasets", "source_models")
+"""First parts of the keys of source assets (assets/sources.py), which cannot be names of recipes."""
+
 
 PLACEHOLDER_FIX = "write one of these trigger words in the prompt instead"
 
 
 def valid_name(text: str) -> str:
     """Return a valid name of a recipe that resembles `text`."""
-    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_") or "flowers"
+    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_") or "flowers"
+    return f"my_{name}" if name in RESERVED_NAMES else name
+
+
+def name_mistake(name: str) -> str | None:
+    """Return why no recipe can have this name; None for a valid one."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        return f"the name of a recipe must contain only letters, digits and _, got {name!r}"
+    if name in RESERVED_NAMES:
+        return f"the name of a recipe must not be {' or '.join(RESERVED_NAMES)}, got {name!r}"
+    return None
 
 
 class ComponentSources(Settings):

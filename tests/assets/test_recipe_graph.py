@@ -90,6 +90,26 @@ def test_O12_one_broken_recipe_of_three_leaves_the_definitions_of_the_others_unc
     assert recipe_keys(repository) == {*assets, AssetKey(["bad", "recipe_error"])}
 
 
+@pytest.mark.parametrize("name", ["source_datasets", "source_models"])
+def test_a_recipe_with_the_prefix_of_source_assets_is_excluded_and_all_others_load(
+    configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A folder raw_images in the project, or a base model of that name, has the key <prefix>/raw_images."""
+    monkeypatch.setenv("LATENTLINE_PROJECT", str(tmp_path))
+    text = GOOD.format(folder=tmp_path, name=name).replace(f"{tmp_path}/data", "raw_images")
+    (configs / f"{name}.yaml").write_text(text.replace("owner/name", "raw_images"), encoding="utf-8")
+    flowers = (configs / "flowers.yaml").read_text("utf-8").replace(f"{tmp_path}/data", "raw_images")
+    (configs / "flowers.yaml").write_text(flowers.replace("owner/name", "raw_images"), encoding="utf-8")
+
+    repository = load()
+    (broken,) = load_project_recipes().broken
+    assert broken.error.what.endswith(f"must not be source_datasets or source_models, got {name!r}")
+    assert f"{name}.yaml" in broken.error.where
+    assert broken.error.fix == f"rename the file, for example to my_{name}.yaml"
+    assert jobs_of("flowers", "faces") <= job_names(repository)
+    assert AssetKey([f"{name}_2", "recipe_error"]) in recipe_keys(repository)
+
+
 def test_O15_a_recipe_that_breaks_keeps_its_assets_schedule_and_sensor_without_executing_anything(
     configs: Path,
 ) -> None:

@@ -43,6 +43,25 @@ def written(configs: Path, name: str) -> Recipe:
     return load_recipe(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [
+        ("my roses", "my_roses"),
+        ("source_datasets", "my_source_datasets"),
+        ("source-models", "my_source_models"),
+    ],
+)
+def test_a_name_that_no_recipe_can_have_is_refused_with_a_command_that_works(
+    configs: Path, tmp_path: Path, name: str, valid: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        new(name, images(tmp_path / "roses", 1, ".txt"))
+    assert caught.value.what.startswith("the name of a recipe must ")
+    assert caught.value.fix.startswith(f"latentline new {valid} --images ")
+    new(valid, tmp_path / "roses")
+    assert written(configs, valid).name == valid
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".caption", ".caption.txt"])
 def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
     configs: Path, tmp_path: Path, suffix: str
