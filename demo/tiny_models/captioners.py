@@ -1,12 +1,13 @@
-"""Tiny captioning models with random weights, in the format of transformers: Idefics3, BLIP-2, Qwen2.5-VL."""
+"""Tiny captioning models with random weights, in the format of transformers: Idefics3, BLIP-2, Qwen-VL."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from demo.tiny_models.language import byte_level, qwen2_5_vl, vocabulary, write_qwen_tokenizer
+from demo.tiny_models.language import byte_level, qwen2_5_vl, qwen3_vl, vocabulary, write_qwen_tokenizer
 from demo.tiny_models.parts import write_json
 from pipeline.storage.atomic import write_text
 
@@ -88,28 +89,37 @@ def write_blip2(folder: Path, *, seed: int = 0) -> None:
 
 
 def write_qwen2_5_vl(folder: Path, *, seed: int = 0) -> None:
-    """Write a model whose processor also reads videos, so that loading it needs torchvision."""
+    """Write a model that gets one token for each four patches of an image."""
+    _write_qwen(folder, qwen2_5_vl, "Qwen2_5_VLProcessor", patch_size=14, seed=seed)
+
+
+def write_qwen3_vl(folder: Path, *, seed: int = 0) -> None:
+    """Write a model that adds features of the image to layers of its language model."""
+    make = partial(qwen3_vl, "Qwen3VLForConditionalGeneration")
+    _write_qwen(folder, make, "Qwen3VLProcessor", patch_size=16, seed=seed)
+
+
+def _write_qwen(folder: Path, make: Callable[[], Any], kind: str, *, patch_size: int, seed: int) -> None:
     import torch
 
     template = _template("<|vision_start|><|image_pad|><|vision_end|>")
     write_qwen_tokenizer(folder, template=template)
     write_text(folder / "chat_template.jinja", template)
     torch.manual_seed(seed)
-    model = qwen2_5_vl()
+    model = make()
     _sharpen(model)
     model.generation_config.eos_token_id = vocabulary()[0][_END]
     model.save_pretrained(folder)
-    image_processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 14,
+    reading = {
+        "processor_class": kind,
+        "patch_size": patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "min_pixels": 28 * 28,
-        "max_pixels": 56 * 56,
+        "min_pixels": (2 * patch_size) ** 2,
+        "max_pixels": (4 * patch_size) ** 2,
     }
-    write_json(
-        folder / "preprocessor_config.json", {**image_processor, "processor_class": "Qwen2_5_VLProcessor"}
-    )
+    images = {**reading, "image_processor_type": "Qwen2VLImageProcessor"}
+    write_json(folder / "preprocessor_config.json", images)
 
 
 def _write_tokenizer(folder: Path, marks: Sequence[str], template: str | None) -> dict[str, int]:

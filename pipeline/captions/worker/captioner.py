@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoProcessor,
     TorchAoConfig,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.store import Store
@@ -163,13 +163,29 @@ def _question(image: Image.Image | None, prompt: str) -> dict[str, Any]:
 
 def _load_processor(folder: Path) -> Any:
     # Pillow's image processors give the same pixels on all machines; torchvision's resize differs.
+    options: dict[str, Any] = {"backend": "pil", **_LOCAL}
     try:
-        return AutoProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
+        return AutoProcessor.from_pretrained(folder, **options)
     except ImportError:
         # A processor that also reads videos does so with torchvision alone.
-        processor: Any = AutoProcessor.from_pretrained(folder, **_LOCAL)
-        processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil", **_LOCAL)
-        return processor
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or "video_processor" not in kind.get_attributes():
+            raise
+        return _for_images(kind).from_pretrained(folder, **options)
+
+
+def _for_images(kind: type[Any]) -> type[Any]:
+    """Return a processor class that loads and uses everything of `kind` but its processor of videos."""
+
+    class ForImages(kind):
+        # transformers loads the parts that this signature names.
+        def __init__(self, image_processor: Any, tokenizer: Any, **settings: Any) -> None:
+            super().__init__(
+                image_processor=image_processor, tokenizer=tokenizer, video_processor=None, **settings
+            )
+
+    return ForImages
 
 
 def _written_tokens(output: Tensor, input_ids: Tensor) -> list[list[int]]:
@@ -311,5 +327,5 @@ def _explained(folder: Path) -> Generator[None]:
             f"the captioning model cannot be loaded: {str(err).strip().splitlines()[0]}",
             where=str(folder),
             fix="set captions.model to a model that AutoModelForImageTextToText of transformers loads, or "
-            "install the package that the message names; processors that also read videos need torchvision",
+            "install the package that the message names",
         ) from err

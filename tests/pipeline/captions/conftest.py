@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from demo.tiny_models.captioners import write_blip2, write_idefics3, write_qwen2_5_vl
+from demo.tiny_models.captioners import write_blip2, write_idefics3, write_qwen2_5_vl, write_qwen3_vl
 from demo.tiny_models.tagger import write_tagger
 from pipeline.captions.stage import ASSET, caption_images
 from pipeline.raw_images.stage import scan
@@ -21,6 +21,7 @@ WRITERS = {
     "idefics3": write_idefics3,
     "blip2": write_blip2,
     "qwen2_5_vl": write_qwen2_5_vl,
+    "qwen3_vl": write_qwen3_vl,
     "tagger": write_tagger,
 }
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForImageTextToText, AutoProcessor, TorchAoConfig, pipeline
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen2VLImageProcessorPil,
+    TorchAoConfig,
+    pipeline,
+)
 
 from pipeline.captions.worker.captioner import Captioner
 from pipeline.errors import ModelError
@@ -25,6 +33,8 @@ def by_pipeline(
     """Return the text of transformers' own pipeline for this task."""
     with torch.inference_mode():
         processor: Any = AutoProcessor.from_pretrained(folder, **({"backend": backend} if backend else {}))
+        if backend is None:
+            processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **load)
         captions: Any = pipeline("image-text-to-text", model=model, processor=processor)
         options: dict[str, Any] = {
@@ -37,21 +47,63 @@ def by_pipeline(
         return captions(text=[*before, {"role": "user", "content": content}], **options)[0]["generated_text"]
 
 
-@pytest.mark.parametrize("name", ["idefics3", "blip2", "qwen2_5_vl"])
-def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
-    captioner: Callable[[str], Path], name: str
-) -> None:
-    if name == "qwen2_5_vl":
-        pytest.importorskip("torchvision")
-    model = Captioner(captioner(name), "float32", "cpu")
+def by_parts(folder: Path, image: Any) -> str:
+    """Return the text of a Qwen-VL from its tokenizer and its image processor for Pillow.
+
+    The mark of an image stands for one token for each square of four patches.
+    """
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    pixels = processor(images=[image], return_tensors="pt")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.count("<|image_pad|>") == 1
+    num_tokens = int(pixels["image_grid_thw"][0].prod()) // 4
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * num_tokens), return_tensors="pt")
+    is_image = ids["input_ids"] == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        output = model.generate(
+            **ids, **pixels, mm_token_type_ids=is_image.int(), do_sample=False, max_new_tokens=MAX_TOKENS
+        )
+    return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def assert_batches_equal_singles(model: Captioner) -> str:
+    """Assert that the captions of three images depend on nothing but the image, and return the first text."""
     images = [picture(seed) for seed in range(3)]
     singles = [model.captions([image], PROMPT, MAX_TOKENS)[0] for image in images]
     assert len({text for text, _, _ in singles}) > 1, "the model does not look at the image"
     assert all(0 < num_tokens <= MAX_TOKENS for _, num_tokens, _ in singles)
     assert model.captions(images, PROMPT, MAX_TOKENS) == singles
+    return singles[0][0]
 
-    backend = None if name == "qwen2_5_vl" else "pil"
-    assert singles[0][0] == by_pipeline(captioner(name), images[0], backend=backend)
+
+@pytest.mark.parametrize("name", ["idefics3", "blip2"])
+def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
+    captioner: Callable[[str], Path], name: str
+) -> None:
+    text = assert_batches_equal_singles(Captioner(captioner(name), "float32", "cpu"))
+    assert text == by_pipeline(captioner(name), picture(0), backend="pil")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_model_that_also_reads_videos_captions_images_without_torchvision(
+    captioner: Callable[[str], Path], name: str
+) -> None:
+    text = assert_batches_equal_singles(Captioner(captioner(name), "float32", "cpu"))
+    assert text == by_parts(captioner(name), picture(0))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_such_a_caption_is_the_text_of_the_pipeline_with_its_processor_of_videos(
+    captioner: Callable[[str], Path], name: str
+) -> None:
+    pytest.importorskip("torchvision")
+    text = assert_batches_equal_singles(Captioner(captioner(name), "float32", "cpu"))
+    assert text == by_pipeline(captioner(name), picture(0), backend=None)
 
 
 def test_examples_are_earlier_messages_of_the_chat(captioner: Callable[[str], Path]) -> None:
