@@ -169,6 +169,9 @@ def _show_warnings(result: Forecast) -> None:
         echo(f"  fix: {each.fix}")
     for text in result.training.warnings if result.training is not None else ():
         echo(f"warning: {text}")
+    if result.pending_captions:
+        captions = counted(result.pending_captions, "caption is", "captions are")
+        echo(f"{captions} not written yet: the job checks them, and shuffling can add texts to encode")
     if result.unknown_lengths:
         captions = counted(result.unknown_lengths, "caption")
         echo(f"the length of {captions} in tokens is unknown: the cache job warns if some are too long")

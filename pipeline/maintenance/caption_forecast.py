@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
 
@@ -18,20 +18,34 @@ from pipeline.maintenance.expected import (
     unusable_entries,
 )
 from pipeline.storage.tables import SCHEMAS, empty
-from pipeline.validated_dataset.captions import canonical
+from pipeline.validated_dataset.captions import PENDING, canonical
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.storage.tables import Tables
 
-PENDING = "(the caption of {}, which is not written yet)"
-"""Text in place of a caption that only the job can write; it is different for each image."""
+_PENDING_TEXT = "(caption {:09}, which is not written yet)"
+"""Text in place of a caption that only the job can write, with the caption's number."""
 
 
-def forecast_captions(
-    entries: RecipeEntries, tables: Tables, raw: pl.DataFrame
-) -> tuple[Expected, pl.DataFrame] | None:
-    """Return the captions to write, and the table captions as the job would write it; None for other recipes.
+class CaptionForecast(NamedTuple):
+    """Captions of a model in the next job.
+
+    Attributes:
+        expected: Captions to write.
+        table: The table captions as the job would write it, with a text in place of each pending caption.
+        pending: That text by sample id, for samples with a caption that is not written yet.
+    """
+
+    expected: Expected
+    table: pl.DataFrame
+    pending: dict[str, str]
+
+
+def forecast_captions(entries: RecipeEntries, tables: Tables, raw: pl.DataFrame) -> CaptionForecast | None:
+    """Return the captions that the next job would write; None for recipes without a captioning model.
 
     Raises:
         ModelError: A captioning model cannot be found.
@@ -44,14 +58,15 @@ def forecast_captions(
     earlier = {} if known is None else {row["sample_id"]: row for row in known.iter_rows(named=True)}
 
     expected, parts, cost = Expected("captions"), [empty(ASSET)], 0
+    pending: dict[str, str] = {}
     for settings, images in by_request(recipe, images_to_caption(recipe, raw, log=entries.log)):
         model = resolve_model(entries, settings)
         requests = caption_requests(entries, model, settings, images, known).rows
-        pending: set[str] = set()
+        to_write: set[str] = set()
         for row, spec, status in unusable_entries(
             entries, expected, requests, known, spec_of=lambda row: caption_spec(row["key"])
         ):
-            pending.add(row["key"])
+            to_write.add(row["key"])
             before = earlier.get(row["sample_id"])
             if status == "wrong":
                 reason = DAMAGED
@@ -68,14 +83,31 @@ def forecast_captions(
             cost += row["cost"]
 
         rows = with_keys(entries, model, settings, images)
-        present = set(rows["key"]) - pending
+        present = set(rows["key"]) - to_write
         texts |= {key: canonical(read_caption(entries.store, key)) for key in sorted(present - texts.keys())}
-        captions = [
-            PENDING.format(sample_id) if key in pending else texts[key]
-            for sample_id, key in rows.select("sample_id", "key").iter_rows()
-        ]
+        # By key: a damaged entry gets its former caption again, and copies of an image get one caption.
+        unknown = to_write - texts.keys()
+        for key in filter(unknown.__contains__, rows["key"]):
+            texts.setdefault(key, _PENDING_TEXT.format(len(texts)))
+        captions = [texts[key] for key in rows["key"]]
+        of_samples = zip(rows["sample_id"], rows["key"], strict=True)
+        pending |= {sample_id: texts[key] for sample_id, key in of_samples if key in unknown}
         nothing = {name: kind for name, kind in SCHEMAS[ASSET].items() if name not in rows.columns}
         rows = rows.with_columns(pl.lit(None, kind).alias(name) for name, kind in nothing.items())
         parts.append(rows.with_columns(caption=pl.Series(captions, dtype=pl.String)).select(*SCHEMAS[ASSET]))
     estimate_seconds(entries, expected, cost=cost)
-    return expected, pl.concat(parts)
+    return CaptionForecast(expected, pl.concat(parts), pending)
+
+
+def with_pending(validated: pl.DataFrame, pending: Mapping[str, str]) -> pl.DataFrame:
+    """Return validated_dataset with the pending captions marked, and with one text for each.
+
+    Trigger words, replacements and shuffling apply to captions that nobody knows yet.
+    """
+    is_pending = pl.col("sample_id").is_in(list(pending))
+    text = pl.col("sample_id").replace_strict(dict(pending), default=None, return_dtype=pl.String)
+    return validated.with_columns(
+        caption=pl.when(is_pending).then(text).otherwise("caption"),
+        more_captions=pl.when(is_pending).then(pl.lit("[]")).otherwise("more_captions"),
+        caption_from=pl.when(is_pending).then(pl.lit(PENDING)).otherwise("caption_from"),
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
@@ -20,7 +20,7 @@ from pipeline.cache.recipe_entries import SEEN, TARGET, RecipeEntries, with_reco
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import PathIsolationError
 from pipeline.log import Log, discard
-from pipeline.maintenance.caption_forecast import forecast_captions
+from pipeline.maintenance.caption_forecast import forecast_captions, with_pending
 from pipeline.maintenance.diagnosis_forecast import DiagnosisForecast, forecast_diagnosis
 from pipeline.maintenance.expected import (
     DAMAGED,
@@ -61,6 +61,7 @@ from pipeline.trained_lora.supported_settings import require_supported_settings
 from pipeline.vae_latents.checks import cropped_masks
 from pipeline.vae_latents.side_inputs import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
+from pipeline.validated_dataset.captions import PENDING
 from pipeline.validated_dataset.stage import validate
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from pipeline.reporting.reports import StageResult
 
 NEW, CHANGED = "new image", "image changed"
-NEW_CAPTION, CAPTION_CHANGED = "new caption", "caption changed"
+NEW_CAPTION, CAPTION_CHANGED, NOT_WRITTEN = "new caption", "caption changed", "caption not written yet"
 
 _GEOMETRY_COLUMNS = ("resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
 
@@ -110,6 +111,8 @@ class Forecast:
         diagnosis: Captions that the diagnosis would measure; None for a recipe without one.
         evaluation: Pictures of the evaluation after training; None for a recipe without one.
         captions: Captions that a model would write; None for a recipe without them.
+        pending_captions: Number of samples with a caption that the model has not written yet. Their texts are
+            not checked, each counts as one text to encode, and the id of the run is unknown.
         sweep: Training of the sweep after the recipe's own; None for a recipe without one.
     """
 
@@ -126,6 +129,7 @@ class Forecast:
     diagnosis: DiagnosisForecast | None = None
     evaluation: PictureForecast | None = None
     captions: Expected | None = None
+    pending_captions: int = 0
     sweep: SweepForecast | None = None
 
 
@@ -162,8 +166,11 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)
     entries = RecipeEntries(recipe, log=log)
-    captioned, written = forecast_captions(entries, tables, raw.table) or (None, None)
+    captioned = forecast_captions(entries, tables, raw.table)
+    written = captioned and captioned.table
     valid = validate(recipe, raw.table, tables, log=log, written=written, remember=False)
+    pending = captioned.pending if captioned is not None else {}
+    valid = replace(valid, table=with_pending(valid.table, pending))
     buckets = assign_buckets(recipe, valid.table, log=discard)
     results = {"raw_images": raw, "validated_dataset": valid, "aspect_buckets": buckets}
 
@@ -177,14 +184,17 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     captions = text_rows(entries, valid.table)
     lengths = _with_lengths(entries, captions, known_text)
     warnings += _cache_warnings(entries, requests, known_latents, lengths)
+    num_pending = int((valid.table["caption_from"] == PENDING).sum())
     training = None if closed else forecast_training(entries, requests, captions, continue_run=continue_run)
+    if training is not None and num_pending:
+        training = replace(training, action=replace(training.action, run="", reason="", difference=None))
     return Forecast(
         samples=requests["sample_id"].n_unique(),
         rejected=dict(Counter(reasons)),
         gone=sorted(earlier_ids - set(buckets.table["sample_id"])),
         closed=closed,
         latents=_expect_latents(entries, requests, known_latents),
-        text=_expect_text(entries, captions, known_text),
+        text=_expect_text(entries, captions, known_text, pending=set(pending.values())),
         side_inputs={
             side_input.plural: expect_side_input(entries, side_input, requests, known_latents)
             for side_input in SIDE_INPUTS
@@ -195,7 +205,8 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
         training=training,
         diagnosis=None if closed else forecast_diagnosis(entries, tables, requests, captions),
         evaluation=forecast_pictures(entries, valid.table, training and training.action),
-        captions=captioned,
+        captions=captioned and captioned.expected,
+        pending_captions=num_pending,
         sweep=forecast_sweep(recipe, training),
     )
 
@@ -289,7 +300,9 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
     return expected
 
 
-def _expect_text(entries: RecipeEntries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
+def _expect_text(
+    entries: RecipeEntries, rows: pl.DataFrame, known: pl.DataFrame | None, *, pending: Collection[str]
+) -> Expected:
     images = [SEEN, IMAGES] if SEEN in rows.columns else []
     names = ["caption", *images[:1]]
     captions = rows.select("caption", *images, "sample_id", "variant")
@@ -311,6 +324,7 @@ def _expect_text(entries: RecipeEntries, rows: pl.DataFrame, known: pl.DataFrame
         caption, sample_id = row["caption"], row["sample_id"]
         earlier = earlier_rows.get((sample_id, row["variant"]))
         reason = DAMAGED if status == "wrong" else _text_reason(entries, row, spec, earlier)
+        reason = NOT_WRITTEN if caption in pending else reason
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"
         expected.add(reason, sample_id or name, row["about_bytes"])

@@ -46,7 +46,8 @@ class NextAction:
         kind: "finished" if the run is complete, "publish" if a checkpoint has saved the LoRA of its last
             step, "resume" if it continues from a checkpoint, "restart" if it has none to continue from, "new"
             if no training has started yet.
-        run: Id of the run, which is also the name of its folder.
+        run: Id of the run, which is also the name of its folder. In a forecast, it is empty if captions that
+            a model has not written yet decide it.
         steps: Number of steps of the run.
         first_step: Number of steps that are done already.
         reason: Why, with the names of changed samples and settings; empty if nothing is trained.
@@ -73,6 +74,8 @@ class NextAction:
     @property
     def state(self) -> str:
         """State of the run, such as "run 2da5... resumes at step 288 of 400"."""
+        if not self.run:
+            return "the run depends on captions that are not written yet"
         states = {
             "finished": "is finished and unchanged",
             "publish": f"has saved the LoRA of step {self.steps:,}",

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MODEL = "model"
 """Value of `caption_from` for a caption that a model wrote, see `pipeline.captions`."""
 
+PENDING = "pending"
+"""Value of `caption_from` in the forecast of a job, for a caption that its model has not written yet."""
+
 FALLBACK = "fallback"
 """Value of `caption_from` for a caption from `captions.fallback`."""
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipeline.cache.recipe_entries import RecipeEntries
+from pipeline.captions.entries import caption_spec
 from pipeline.maintenance.caption_forecast import forecast_captions
 from pipeline.maintenance.explain import explain
+from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import needed_keys
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
@@ -20,29 +24,64 @@ def test_plan_counts_captions_and_gives_pending_images_a_text(captioned: Caption
     recipe = captioned.recipe()
     tables, raw = Tables(recipe.output_dir), captioned.raw(recipe)
     entries = RecipeEntries(recipe)
-    forecast = forecast_captions(entries, tables, raw)
-    assert forecast is not None
-    expected, written = forecast
-    assert (expected.there, expected.to_make) == (0, 3)
+    captions = forecast_captions(entries, tables, raw)
+    assert captions is not None
+    expected, written, pending = captions
+    assert (expected.there, expected.to_make, len(pending)) == (0, 3, 3)
     valid = validate(recipe, raw, tables, log=quiet, written=written, remember=False).table
     assert valid["caption"].n_unique() == 3
 
     table, _, _ = captioned.run()
-    forecast = forecast_captions(entries, tables, raw)
-    assert forecast is not None
-    assert (forecast[0].there, forecast[0].to_make) == (3, 0)
-    assert forecast[1]["caption"].to_list() == table["caption"].to_list()
+    captions = forecast_captions(entries, tables, raw)
+    assert captions is not None
+    assert (captions.expected.there, captions.expected.to_make, captions.pending) == (3, 0, {})
+    assert captions.table["caption"].to_list() == table["caption"].to_list()
 
     changed = RecipeEntries(captioned.recipe(prompt="What is this?"))
-    forecast = forecast_captions(changed, tables, raw)
-    assert forecast is not None
-    assert list(forecast[0].reasons) == ["prompt changed"]
+    captions = forecast_captions(changed, tables, raw)
+    assert captions is not None
+    assert list(captions.expected.reasons) == ["prompt changed"]
 
     for examples in ([{"caption": "a red rose"}], [{"caption": "a lily"}]):
-        forecast = forecast_captions(RecipeEntries(captioned.recipe(examples=examples)), tables, raw)
-        assert forecast is not None
-        assert list(forecast[0].reasons) == ["examples changed"]
+        captions = forecast_captions(RecipeEntries(captioned.recipe(examples=examples)), tables, raw)
+        assert captions is not None
+        assert list(captions.expected.reasons) == ["examples changed"]
         captioned.run(examples=examples)
+
+
+def test_plan_judges_no_caption_that_is_not_written_yet(captioned: Captioned, tiny_sd: Path) -> None:
+    (captioned.images / "copy_of_a.png").write_bytes((captioned.images / "a.png").read_bytes())
+    recipe = captioned.recipe(trigger="sks", shuffle={"variants": 4, "keep": 0})
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": str(tiny_sd)})})
+    tables = Tables(recipe.output_dir)
+
+    planned = forecast(recipe, tables, log=quiet)
+    assert not planned.closed
+    assert (planned.samples, planned.rejected) == (3, {"duplicate": 1})
+    assert "captions_repeated" not in {each.name for each in planned.warnings}
+    assert planned.pending_captions == 3
+    # One text for each caption, whatever shuffling does with the words that stand for it.
+    assert planned.text.reasons["caption not written yet"] == [f"photos/{name}.png" for name in "abc"]
+    assert planned.training is not None
+    assert planned.training.action.work == "1,000 steps to train"
+    assert planned.training.action.state == "the run depends on captions that are not written yet"
+
+    table, _, _ = captioned.run()
+    planned = forecast(recipe, tables, log=quiet)
+    assert (planned.samples, planned.pending_captions) == (3, 0)
+    assert "caption not written yet" not in planned.text.reasons
+    assert planned.training is not None
+    run = planned.training.action.run
+    assert planned.training.action.state == f"run {run} is new"
+
+    # The model would write a damaged entry's caption again, so its text and the run are known.
+    entries = RecipeEntries(recipe)
+    entries.store.path(caption_spec(table["key"][0])).unlink()
+    planned = forecast(recipe, tables, log=quiet)
+    assert planned.captions is not None
+    assert (planned.captions.to_make, planned.pending_captions) == (1, 0)
+    assert planned.training is not None
+    assert planned.training.action.run == run
 
 
 def test_explain_and_gc_know_the_caption(captioned: Captioned) -> None:
