@@ -166,7 +166,8 @@ def pictures_once(
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
     """Return each picture in `folder` as `picture_<file stem>`, up to `MAX_PICTURES_BYTES` in total.
 
-    A larger JPEG is embedded in a lower quality or size; its file is unchanged. The folder may be missing.
+    A larger picture is embedded as a JPEG of lower quality or size; its file is unchanged. The folder may be
+    missing.
     """
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     pictures = _embedded([path for path in paths if path.suffix in PICTURE_KINDS])
@@ -196,23 +197,21 @@ def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
 
     pictures: dict[Path, str] = {}
     for path in paths:
-        data = (
-            path.read_bytes() if sizes[path] <= share_bytes or path in small else _reduced(path, share_bytes)
-        )
+        fits = sizes[path] <= share_bytes or path in small
+        kind = PICTURE_KINDS[path.suffix] if fits else "image/jpeg"
+        data = path.read_bytes() if fits else _reduced(path, share_bytes)
         if data:
             text = base64.b64encode(data).decode("ascii")
-            pictures[path] = f"![{markdown_text(path.stem)}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
+            pictures[path] = f"![{markdown_text(path.stem)}](data:{kind};base64,{text})"
     return pictures
 
 
 def _reduced(path: Path, max_bytes: int) -> bytes:
-    """Return a JPEG with at most `max_bytes`; no bytes for other files and for damaged ones."""
+    """Return the picture as a JPEG with at most `max_bytes`; no bytes for a damaged one."""
     from PIL import Image, UnidentifiedImageError
 
     from pipeline.reporting.pictures import jpeg
 
-    if PICTURE_KINDS[path.suffix] != "image/jpeg":
-        return b""
     try:
         with Image.open(path) as picture:
             return jpeg(picture.convert("RGB"), max_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from PIL import Image
 
 from assets.definitions import build_definitions
 from assets.metadata import (
+    MAX_PICTURE_BYTES,
     MAX_PICTURES_BYTES,
     captioned_pictures,
     content_version,
@@ -192,6 +194,21 @@ def test_the_pictures_of_an_asset_share_one_size_limit(tmp_path: Path) -> None:
     assert sum(sizes.values()) <= MAX_PICTURES_BYTES
     assert min(sizes["picture_before"], sizes["picture_sheet"]) > MAX_PICTURES_BYTES // 8
     assert (tmp_path / "sheet.jpg").stat().st_size == original_bytes
+
+
+def test_a_large_png_is_embedded_as_a_jpeg(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "before_after.png")
+    original_bytes = (tmp_path / "before_after.png").stat().st_size
+    assert original_bytes > MAX_PICTURES_BYTES
+
+    (value,) = picture_metadata(tmp_path).values()
+    head, _, data = str(value.value).partition("base64,")
+    assert head == "![`before_after`](data:image/jpeg;"
+    assert embedded_size(value) <= MAX_PICTURE_BYTES
+    with Image.open(io.BytesIO(base64.b64decode(data.rstrip(")")))) as picture:
+        assert picture.format == "JPEG"
+    assert (tmp_path / "before_after.png").stat().st_size == original_bytes
 
 
 def test_pictures_have_captions_below_them_and_missing_or_large_ones_are_skipped(tmp_path: Path) -> None:
