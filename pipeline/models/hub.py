@@ -127,17 +127,18 @@ def require_known(name: str, revision: str | None, where: str) -> None:
 
 
 @contextmanager
-def explain_download_errors(name: str, where: str) -> Generator[None]:
+def explain_download_errors(name: str, where: str, *, key: str | None = None) -> Generator[None]:
     """Raise ModelError for any error of a download in the body; the message explains the cause.
 
-    `where` is the recipe file and the key that name the repository, such as "flowers.yaml, model.base".
+    `where` is the recipe file and the key that name the repository, such as "flowers.yaml, model.base". If it
+    names a section, `key` is the key.
     """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         yield
     except (HTTPError, HFValidationError, OSError, RuntimeError) as err:  # Xet raises RuntimeError
-        problem, fix = _explain(err, name, key=where.rpartition(" ")[2])
+        problem, fix = _explain(err, name, key=key or where.rpartition(" ")[2])
         similar_folder = suggest_folder(name)
         if similar_folder is not None:
             fix = f"did you mean the local folder {similar_folder}? Otherwise {fix}"
@@ -154,7 +155,7 @@ def _explain(err: Exception, name: str, *, key: str) -> tuple[str, str]:
         return what, "correct the revision (a branch, tag or commit), or remove it"
     if isinstance(err, RemoteEntryNotFoundError):
         what = f"its repository on the Hub lacks a file: {_first_line(err, 'Entry Not Found')}"
-        return what, f"set {key} to a repository in the diffusers format"
+        return what, f"set {key} to a complete repository"
 
     alternative = f"download it on another machine and set {key} to the folder"
     if isinstance(err, OfflineModeIsEnabled):

@@ -68,7 +68,7 @@ def resolve_folder(  # noqa: PLR0913 - all but the first three are keywords
     present = try_to_load_from_cache(source, first, revision=revision)
     if isinstance(present, str) and _is_complete(Path(present).parent, require_complete):
         return Path(present).parent
-    with explain_download_errors(source, where):
+    with explain_download_errors(source, where, key=key):
         require_access(source, revision)
         stored = HfApi().list_repo_files(source, revision=revision)
         chosen = component_files(stored, "") if files is None else [each for each in files if each in stored]

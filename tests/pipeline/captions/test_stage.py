@@ -7,9 +7,11 @@ import polars as pl
 import pytest
 from PIL import Image, ImageDraw
 
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.captions.entries import as_tensor, caption_spec, read_caption
 from pipeline.captions.given_size import given_size
+from pipeline.captions.model import resolve_model
 from pipeline.captions.report import sheet_path
 from pipeline.encoding.fill import CAPTIONS_MODULE
 from pipeline.errors import DatasetError, ModelError
@@ -211,3 +213,15 @@ def test_the_model_gets_large_images_in_a_smaller_size() -> None:
     assert size.height * size.width <= 1024**2
     assert abs(size.width / size.height - 1.5) < 0.01
     assert given_size(Size(1, 10_000_000), 1024).height == 1
+
+
+def test_an_error_of_a_download_names_the_key_of_the_model(
+    captioned: Captioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe = captioned.recipe(model="someone/captioner")
+    with pytest.raises(ModelError, match="someone/captioner is not a local folder") as caught:
+        resolve_model(RecipeEntries(recipe), recipe.datasets[0].captions)
+    assert caught.value.where.endswith("datasets[].captions")
+    assert caught.value.fix is not None
+    assert caught.value.fix.endswith("set captions.model to the folder")
