@@ -1,4 +1,4 @@
-"""Tiny captioning models with random weights, in the format of transformers: Idefics3, BLIP-2, Qwen-VL."""
+"""Tiny captioning models with random weights for transformers: Idefics3, BLIP, BLIP-2, Qwen-VL."""
 
 from __future__ import annotations
 
@@ -64,6 +64,25 @@ def write_idefics3(folder: Path, *, seed: int = 0) -> None:
     _write_processor(folder, "Idefics3Processor", image_processor, image_seq_len=1)
 
 
+def write_blip(folder: Path, *, seed: int = 0) -> None:
+    """Write a model that continues a text, of a class without scaled dot product attention."""
+    from transformers import BlipConfig, BlipForConditionalGeneration
+
+    ids = _write_tokenizer(folder, _MARKS, None, around=(_START, _END))
+    text = {
+        **_text_sizes(ids),
+        "intermediate_size": 64,
+        "encoder_hidden_size": 16,
+        "sep_token_id": ids[_END],
+    }
+    # The default range is so small that the model would not see the image.
+    vision = {**_VISION, "initializer_range": 0.02}
+    config: Any = BlipConfig(vision_config=vision, text_config=text, projection_dim=16)
+    _write_model(folder, BlipForConditionalGeneration, config, ids, seed)
+    image_processor = {"image_processor_type": "BlipImageProcessor", "size": {"height": 28, "width": 28}}
+    _write_processor(folder, "BlipProcessor", image_processor)
+
+
 def write_blip2(folder: Path, *, seed: int = 0) -> None:
     """Write a model that continues a text, without a chat template."""
     from transformers import Blip2Config, Blip2ForConditionalGeneration
@@ -122,8 +141,19 @@ def _write_qwen(folder: Path, make: Callable[[], Any], kind: str, *, patch_size:
     write_json(folder / "preprocessor_config.json", images)
 
 
-def _write_tokenizer(folder: Path, marks: Sequence[str], template: str | None) -> dict[str, int]:
-    write_text(folder / "tokenizer.json", byte_level(marks).to_str(pretty=True))
+def _write_tokenizer(
+    folder: Path, marks: Sequence[str], template: str | None, *, around: tuple[str, str] | None = None
+) -> dict[str, int]:
+    """Write a tokenizer, and return its ids; `around` are the tokens at the start and the end of a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_level(marks)
+    if around is not None:
+        special = [(token, vocabulary(marks)[0][token]) for token in around]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{around[0]} $A {around[1]}", special_tokens=special
+        )
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     if template is not None:
         write_text(folder / "chat_template.jinja", template)
     config: dict[str, Any] = {

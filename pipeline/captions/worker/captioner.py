@@ -67,17 +67,8 @@ class Captioner:
         self._device = device
         with _explained(folder):
             self._processor = _load_processor(folder)
-            # A configuration may name any attention implementation, also code in a repository on the Hub.
-            # The argument replaces it only if the configuration is given apart.
-            model: Any = AutoModelForImageTextToText.from_pretrained(
-                folder,
-                config=AutoConfig.from_pretrained(folder, **_LOCAL),
-                attn_implementation="sdpa",
-                dtype=getattr(torch, dtype),
-                use_safetensors=True,
-                **_quantization(quantize, device),
-                **_LOCAL,
-            )
+            options = {"dtype": getattr(torch, dtype), **_quantization(quantize, device)}
+            model = _load_model(folder, options)
         self._model = model.to(device).eval()
         # Some repositories have the template with the tokenizer alone.
         self._template = self._processor.chat_template or self._processor.tokenizer.chat_template
@@ -161,6 +152,28 @@ def _question(image: Image.Image | None, prompt: str) -> dict[str, Any]:
     return {"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}
 
 
+def _load_model(folder: Path, options: Mapping[str, Any]) -> Any:
+    def load(attention: str) -> Any:
+        # A configuration may name any attention implementation, also code in a repository on the Hub.
+        # The argument replaces it only if the configuration is given apart.
+        return AutoModelForImageTextToText.from_pretrained(
+            folder,
+            config=AutoConfig.from_pretrained(folder, **_LOCAL),
+            attn_implementation=attention,
+            use_safetensors=True,
+            **options,
+            **_LOCAL,
+        )
+
+    try:
+        return load("sdpa")
+    except ValueError as err:
+        # Some classes, such as BLIP's, have no other implementation than their own.
+        if "scaled_dot_product_attention" not in str(err):
+            raise
+        return load("eager")
+
+
 def _load_processor(folder: Path) -> Any:
     # Pillow's image processors give the same pixels on all machines; torchvision's resize differs.
     options: dict[str, Any] = {"backend": "pil", **_LOCAL}
@@ -193,6 +206,10 @@ def _written_tokens(output: Tensor, input_ids: Tensor) -> list[list[int]]:
     prompt = output[:, : input_ids.shape[1]]
     if torch.equal(prompt, input_ids):
         return output[:, input_ids.shape[1] :].tolist()
+    # BLIP replaces the prompt's first token, and leaves out the one at its end.
+    num_prompt = input_ids.shape[1] - 1
+    if torch.equal(output[:, 1:num_prompt], input_ids[:, 1:num_prompt]):
+        return output[:, max(1, num_prompt) :].tolist()
     # An encoder reads the prompt, and the decoder begins with a token that may be the one for the end.
     return output[:, 1:].tolist()
 

@@ -9,7 +9,13 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from demo.tiny_models.captioners import write_blip2, write_idefics3, write_qwen2_5_vl, write_qwen3_vl
+from demo.tiny_models.captioners import (
+    write_blip,
+    write_blip2,
+    write_idefics3,
+    write_qwen2_5_vl,
+    write_qwen3_vl,
+)
 from demo.tiny_models.tagger import write_tagger
 from pipeline.captions.stage import ASSET, caption_images
 from pipeline.raw_images.stage import scan
@@ -19,6 +25,7 @@ from tests.in_process_worker import InProcessLaunch
 
 WRITERS = {
     "idefics3": write_idefics3,
+    "blip": write_blip,
     "blip2": write_blip2,
     "qwen2_5_vl": write_qwen2_5_vl,
     "qwen3_vl": write_qwen3_vl,

@@ -81,7 +81,7 @@ def assert_batches_equal_singles(model: Captioner) -> str:
     return singles[0][0]
 
 
-@pytest.mark.parametrize("name", ["idefics3", "blip2"])
+@pytest.mark.parametrize("name", ["idefics3", "blip", "blip2"])
 def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
     captioner: Callable[[str], Path], name: str
 ) -> None:
