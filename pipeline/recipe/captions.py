@@ -145,6 +145,7 @@ _OF_MODELS = (
     "revision",
     "prompt",
     "when",
+    "as_",
     "max_tokens",
     "resolution",
     "dtype",
@@ -205,6 +206,13 @@ class CaptionSettings(Settings):
         "missing",
         description="missing: the model captions images without a caption file (`suffix`), or with an empty "
         "one. always: it captions all images, and caption files are not read.",
+    )
+    as_: Literal["caption", "column"] = _model_key(
+        "caption",
+        alias="as",
+        description="caption: the model's text is the caption of the images that `when` leaves to it. "
+        "column: the model captions all images, and its text is one more caption of an image next to the "
+        "ones of its caption file. Training picks one every epoch.",
     )
     max_tokens: int = _model_key(
         200,
@@ -379,6 +387,10 @@ class CaptionSettings(Settings):
             if self.tagger is not None and getattr(self, key) != _default(key):
                 what = f"{key} requires a vision-language model, and captions.tagger states a tagger"
                 yield Violation(key, what, f"remove {key}, or remove tagger", involves=(key, "tagger"))
+        if self.as_ == "column" and self.when != _default("when"):
+            what = f"when must not be set next to as: column, which captions all images, got {self.when}"
+            fix = "remove when, or remove as, with which caption files are not read"
+            yield Violation("when", what, fix, involves=("when", "as"))
         for key in _OF_FILES:
             if self.from_ == "model" and not self.reads_files and getattr(self, key) != _default(key):
                 what = f"{key} requires when: missing, got when: {self.when}, which reads no caption files"

@@ -61,9 +61,10 @@ class Settings(BaseModel):
         for key, field, *values in self.requirements:
             actual, other = getattr(self, field), fields[field].alias or field
             if actual not in values and getattr(self, key) != fields[key].default:
-                what = f"{key} requires {other}: {one_of(values)}, got {other}: {actual}"
-                fix = f"set {other}: {one_of(values)}, or remove {key}"
-                yield Violation(key, what, fix, involves=(key, other))
+                name = fields[key].alias or key
+                what = f"{name} requires {other}: {one_of(values)}, got {other}: {actual}"
+                fix = f"set {other}: {one_of(values)}, or remove {name}"
+                yield Violation(name, what, fix, involves=(name, other))
 
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:

@@ -79,8 +79,8 @@ KEYS = {
         *_keys(
             "datasets.captions",
             "from suffix fallback json_key text columns lines encoding fallback_encoding "
-            "trigger placeholder class_words prefix postfix revision prompt when max_tokens resolution dtype "
-            "quantize",
+            "trigger placeholder class_words prefix postfix revision prompt when as max_tokens resolution "
+            "dtype quantize",
         ),
         *_keys(
             "datasets.captions.examples",

@@ -73,7 +73,7 @@ class Caption(NamedTuple):
     Attributes:
         texts: At least one text in canonical form; none is empty.
         source: "sidecar:<path>", "filename", "fixed", "column", "model", "fallback" or "edit", for the column
-            `caption_from`.
+            `caption_from`. With `as: column`, the text of the model follows the ones of the file.
     """
 
     texts: tuple[str, ...]
@@ -100,6 +100,8 @@ def caption_of(
             not decode (`caption_undecodable`), its file cannot be read (`caption_unreadable`), or its file is
             a link out of the dataset (`caption_outside_dataset`).
     """
+    if settings.as_ == "column":
+        return _with_model_caption(settings, source, path, sidecar_bytes, written)
     if is_left_to_model(settings, source, path, sidecar_bytes):
         return _model_caption(settings, source, path, written)
     try:
@@ -117,7 +119,7 @@ def is_left_to_model(
     settings: CaptionSettings, source: Source, path: str, sidecar_bytes: Sequence[int] = ()
 ) -> bool:
     """Return whether the model captions an image: with `when: missing`, if no caption file has a text."""
-    if settings.from_ != "model" or not settings.reads_files:
+    if settings.from_ != "model" or not settings.reads_files or settings.as_ == "column":
         return settings.from_ == "model"
     try:
         _sidecar_caption(settings, source, path, sidecar_bytes)
@@ -136,6 +138,29 @@ def _model_caption(settings: CaptionSettings, source: Source, path: str, written
     return Caption(usable_texts([written], settings, where), MODEL)
 
 
+def _with_model_caption(
+    settings: CaptionSettings, source: Source, path: str, sidecar_bytes: Sequence[int], written: str | None
+) -> Caption:
+    """Return the captions in the file of an image, if it has one, and the text of the model behind them."""
+    own = None
+    try:
+        own = _sidecar_caption(settings, source, path, sidecar_bytes)
+    except ImageError as err:
+        if err.reason not in NO_CAPTION:
+            raise
+    try:
+        of_model = _model_caption(settings, source, path, written)
+    except ImageError as err:
+        # captions_readable names images for which the model wrote nothing; a person's caption is enough.
+        if own is None or err.reason != "caption_empty":
+            raise
+        return own
+    if own is None:
+        return of_model
+    more = [text for text in of_model.texts if text not in own.texts]
+    return Caption((*own.texts, *more), own.source)
+
+
 def differing_files(
     settings: CaptionSettings, source: Source, path: str, caption: Caption, sidecar_bytes: Sequence[int] = ()
 ) -> list[str]:
@@ -146,8 +171,11 @@ def differing_files(
     """
     used = caption.source.removeprefix(SIDECAR)
     differing: list[str] = []
-    if not settings.reads_files or used == caption.source:
+    if not settings.reads_files or used == caption.source or len(settings.suffixes) == 1:
         return differing
+    if settings.as_ == "column":
+        # Without the text of the model.
+        caption = _sidecar_caption(settings, source, path, sidecar_bytes)
     for suffix, num_bytes in _suffixes_with_sizes(settings, sidecar_bytes):
         sidecar = sidecar_path(path, suffix)
         if sidecar == used:

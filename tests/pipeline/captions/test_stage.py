@@ -17,6 +17,7 @@ from pipeline.encoding.fill import CAPTIONS_MODULE
 from pipeline.errors import DatasetError, ModelError
 from pipeline.images.geometry import Size
 from pipeline.storage.tables import Tables
+from pipeline.text_embeddings.caption_rows import caption_variants
 from pipeline.validated_dataset.edited_captions import current_captions, edit_captions
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.captions.conftest import Captioned, picture
@@ -160,6 +161,53 @@ def test_a_caption_file_wins_and_an_empty_one_does_not(captioned: Captioned) -> 
     valid = validate(recipe, captioned.raw(recipe), tables, log=quiet, written=table).table
     assert valid.row(2, named=True)["caption"] == "sks, a lily"
     assert current_captions(recipe, "photos/b.png", "b.png").texts == (table["caption"][0],)
+
+
+def test_with_as_column_training_draws_from_the_captions_of_a_person_and_of_the_model(
+    captioned: Captioned,
+) -> None:
+    (captioned.images / "a.txt").write_text("a red rose", encoding="utf-8")
+    (captioned.images / "a.caption").write_text("a red rose", encoding="utf-8")
+    (captioned.images / "b.txt").write_text(" \n", encoding="utf-8")
+    captioned.captions |= {"as": "column", "suffix": [".txt", ".caption"]}
+    table, _, _ = captioned.run()
+    of_model = dict(table.select("sample_id", "caption").iter_rows())
+    assert list(of_model) == ["photos/a.png", "photos/b.png", "photos/c.png"]
+
+    recipe = captioned.recipe(trigger="sks")
+    tables = Tables(recipe.output_dir)
+    result = validate(recipe, captioned.raw(recipe), tables, log=quiet, written=table)
+    assert result.table["caption_from"].to_list() == ["sidecar:a.txt", "model", "model"]
+    assert caption_variants(result.table).select("sample_id", "variant", "caption").rows() == [
+        ("photos/a.png", 0, "sks, a red rose"),
+        ("photos/a.png", 1, f"sks, {of_model['photos/a.png']}"),
+        ("photos/b.png", 0, f"sks, {of_model['photos/b.png']}"),
+        ("photos/c.png", 0, f"sks, {of_model['photos/c.png']}"),
+    ]
+    assert result.report["caption_conflicts"] == 0, "both files have the same caption"
+
+    # An edit replaces all captions of its image, which the model then needs not caption.
+    assert current_captions(recipe, "photos/a.png", "a.png").texts == ("a red rose", of_model["photos/a.png"])
+    edit_captions(recipe, "photos/a.png", ["a lily"], quiet)
+    table, report, _ = captioned.run()
+    assert (table["sample_id"].to_list(), report["encoded"]) == (["photos/b.png", "photos/c.png"], 0)
+    valid = validate(recipe, captioned.raw(recipe), tables, log=quiet, written=table).table
+    assert valid.select("caption", "more_captions").row(0) == ("sks, a lily", "[]")
+
+
+def test_with_as_column_a_text_that_a_person_wrote_too_is_one_caption(captioned: Captioned) -> None:
+    captioned.captions |= {"as": "column"}
+    table, _, _ = captioned.run()
+    (captioned.images / "a.txt").write_text(table["caption"][0], encoding="utf-8")
+    (captioned.images / "b.txt").write_text("a lily", encoding="utf-8")
+    # An empty text of the model, which the gate captions_readable names.
+    written = table.with_columns(
+        caption=pl.when(pl.col("sample_id") == "photos/b.png").then(pl.lit("")).otherwise("caption")
+    )
+    recipe = captioned.recipe()
+    result = validate(recipe, captioned.raw(recipe), Tables(recipe.output_dir), log=quiet, written=written)
+    assert result.table["caption"].to_list() == [table["caption"][0], "a lily", table["caption"][2]]
+    assert result.table["more_captions"].to_list() == ["[]"] * 3
 
 
 def test_an_image_without_the_models_caption_is_rejected(captioned: Captioned) -> None:

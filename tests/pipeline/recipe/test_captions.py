@@ -32,7 +32,13 @@ def test_the_dump_of_other_captions_is_as_before_these_keys_existed() -> None:
 
 
 def test_a_recipe_with_a_model_survives_json() -> None:
-    values = {"from": "model", "model": "owner/captioner", "max_tokens": 50, "suffix": ".caption"}
+    values = {
+        "from": "model",
+        "model": "owner/captioner",
+        "max_tokens": 50,
+        "suffix": ".caption",
+        "as": "column",
+    }
     written = recipe(**values)
     assert written.has_model_captions
     assert Recipe.model_validate_json(written.model_dump_json()) == written
@@ -68,6 +74,15 @@ def test_a_recipe_with_a_model_survives_json() -> None:
         (
             {"from": "model", "model": "owner/captioner", "quantize": "nf4"},
             "captions.quantize must be int8",
+        ),
+        ({"as": "column"}, "as requires from: model, got from: sidecar"),
+        (
+            {"from": "model", "model": "owner/captioner", "as": "column", "when": "always"},
+            "when must not be set next to as: column, which captions all images, got always",
+        ),
+        (
+            {"from": "model", "model": "owner/captioner", "as": "column", "columns": ["text"]},
+            "columns requires from: column, got from: model",
         ),
         ({"quantize": "int8"}, "quantize requires from: model, got from: sidecar"),
         ({"tagger": {}}, "tagger requires from: model, got from: sidecar"),
