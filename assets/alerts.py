@@ -1,7 +1,8 @@
 """Alerts: sensors that send failed runs, new warnings and broken recipes to `LATENTLINE_WEBHOOK`."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from dagster import (
     AssetCheckSeverity,
@@ -36,7 +37,10 @@ AUTO_RETRY_TAG = "dagster/auto_retry_run_id"
 """Tag of a failed run with the id of the run by which Dagster has started it again."""
 
 WILL_RETRY_TAG = "dagster/will_retry"
-"""Tag of a failed run that Dagster starts again, see `run_retries` in dagster.yaml."""
+"""Tag of a failed run for which a retry by Dagster is due, see `run_retries` in dagster.yaml."""
+
+RETRY_WAIT_S, RETRY_POLL_S = 20.0, 1.0
+"""Longest wait for a retry that is due, which Dagster's daemon creates every 5 s, and pause between two looks."""
 
 _MAX_COMPARED = 100
 """Maximum number of earlier runs in which the previous evaluations of checks are searched."""
@@ -63,7 +67,7 @@ def alert_sensors(
     )
     def failure_alerts(context: RunFailureSensorContext) -> list[RunRequest] | None:
         run = context.dagster_run
-        if not is_recipe_run(run, context.repository_def) or run.tags.get(WILL_RETRY_TAG) == "true":
+        if not is_recipe_run(run, context.repository_def) or is_retried(context.instance, run.run_id):
             return None  # this tick goes on with the next run
         send(failure_alert(context.instance, run, recipes), address)
         return _sent(context)
@@ -105,6 +109,29 @@ def _sent(context: RunStatusSensorContext) -> list[RunRequest]:
     # each run before this one that got None has a reaction in it.
     context.log.info(f"sent an alert about run {context.dagster_run.run_id}")
     return []
+
+
+def is_retried(
+    instance: DagsterInstance,
+    run_id: str,
+    *,
+    wait_s: float = RETRY_WAIT_S,
+    sleep: Callable[[float], object] = time.sleep,
+) -> bool:
+    """Return whether Dagster has retried a failed run; wait up to `wait_s` for a retry that is due."""
+    # A retry may turn out to be impossible, for example because the job was removed. No event follows then, and
+    # a run failure sensor has no way to look at a run again in a later tick.
+    for number in range(1 + round(wait_s / RETRY_POLL_S)):
+        if number > 0:
+            sleep(RETRY_POLL_S)
+        run = instance.get_run_by_id(run_id)
+        if run is None or run.tags.get(WILL_RETRY_TAG) != "true":
+            return False
+        retry = instance.get_run_by_id(run.tags.get(AUTO_RETRY_TAG, ""))
+        # A run that was created and not submitted may never start.
+        if retry is not None and retry.status != DagsterRunStatus.NOT_STARTED:
+            return True
+    return False
 
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:

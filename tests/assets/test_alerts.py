@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dagster import (
     DagsterRun,
     DagsterRunStatus,
     Definitions,
+    JobDefinition,
     build_run_status_sensor_context,
     build_sensor_context,
     define_asset_job,
@@ -25,7 +27,7 @@ from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.execution.api import create_execution_plan, execute_run
 from PIL import Image
 
-from assets.alerts import failure_alert, warning_alert
+from assets.alerts import RETRY_WAIT_S, failure_alert, is_retried, warning_alert
 from assets.definitions import build_definitions
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.errors import RecipeError
@@ -151,10 +153,8 @@ def test_a_tick_with_runs_that_are_not_sent_and_one_that_is_sends_it_once(
     for name in cursors:
         assert tick(name) == []
     nightly = repository.get_job(JOB)
-    again, failed = (
-        instance.create_run_for_job(nightly, tags={RECIPE_TAG: "flowers", **tags})
-        for tags in ({"dagster/will_retry": "true"}, {})
-    )
+    again, failed = (instance.create_run_for_job(nightly, tags={RECIPE_TAG: "flowers"}) for _ in range(2))
+    retry(instance, again.run_id, nightly)
     for run in (again, failed):
         instance.report_run_failed(run, "it ended")
     assert [tick("failure_alerts") for _ in range(2)] == [[failed.run_id], []]
@@ -235,15 +235,66 @@ def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(
     assert tick("one", *"abcde") == ["excluded until repaired: a, b, c and 2 more"]
 
 
+def retry(
+    instance: DagsterInstance,
+    run_id: str,
+    job: JobDefinition,
+    status: DagsterRunStatus = DagsterRunStatus.STARTING,
+) -> None:
+    """Create the retry of a run as Dagster's daemon does."""
+    child = instance.create_run_for_job(job, status=status, parent_run_id=run_id, root_run_id=run_id)
+    instance.add_run_tags(run_id, {"dagster/will_retry": "true", "dagster/auto_retry_run_id": child.run_id})
+
+
 def test_a_run_that_dagster_starts_again_is_not_sent(
     recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path
 ) -> None:
     (tmp_path / "data" / "rose.txt").unlink()
     location = Location(recipe, instance)
     result = location.run()
-    instance.add_run_tags(result.run_id, {"dagster/will_retry": "true"})
+    retry(instance, result.run_id, location.definitions.resolve_job_def(JOB))
     assert location.evaluate("failure_alerts", result) is None
     assert server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("after_s", "is_sent"), [(3.0, False), (None, True)], ids=["comes later", "never comes"]
+)
+def test_an_alert_waits_for_a_retry_that_is_due(
+    recipe: Recipe, instance: DagsterInstance, after_s: float | None, is_sent: bool
+) -> None:
+    job = Location(recipe, instance).definitions.resolve_job_def(JOB)
+    failed = instance.create_run_for_job(
+        job, status=DagsterRunStatus.FAILURE, tags={"dagster/will_retry": "true"}
+    )
+    waited_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited_s
+        waited_s += seconds
+        if waited_s == after_s:
+            retry(instance, failed.run_id, job)
+
+    assert is_retried(instance, failed.run_id, wait_s=9.0, sleep=sleep) is not is_sent
+    assert waited_s == (after_s or 9.0)
+
+
+@pytest.mark.parametrize("fails", ["before it creates a run", "to submit the run"])
+def test_a_run_whose_retry_has_failed_is_sent_without_a_wait(
+    recipe: Recipe, instance: DagsterInstance, server: Received, tmp_path: Path, fails: str
+) -> None:
+    (tmp_path / "data" / "rose.txt").unlink()
+    location = Location(recipe, instance)
+    result = location.run()
+    if fails == "to submit the run":
+        job = location.definitions.resolve_job_def(JOB)
+        retry(instance, result.run_id, job, DagsterRunStatus.NOT_STARTED)
+    # Dagster's daemon changes the tag after an error.
+    instance.add_run_tags(result.run_id, {"dagster/will_retry": "false"})
+    started_s = time.monotonic()
+    assert location.evaluate("failure_alerts", result) == []
+    assert time.monotonic() - started_s < RETRY_WAIT_S / 2
+    assert [body["run_id"] for body in server.bodies] == [result.run_id]
 
 
 def test_a_warning_is_sent_once_until_it_returns(
