@@ -103,6 +103,7 @@ class LoraSettings(Settings):
                 "init",
                 "start_from",
                 "loraplus_ratio",
+                "scale_weight_norms",
             )
         ),
         ("lokr_factor", "kind", "lokr"),
@@ -115,7 +116,14 @@ class LoraSettings(Settings):
         # The fixed adapter of PiSSA and OLoRA subtracts the initial weights of all ranks.
         *(
             (key, "init", "kaiming", "gaussian")
-            for key in ("dora", "start_from", "save_dtype", "rank_dropout", "module_dropout")
+            for key in (
+                "dora",
+                "start_from",
+                "save_dtype",
+                "rank_dropout",
+                "module_dropout",
+                "scale_weight_norms",
+            )
         ),
     )
 
@@ -170,6 +178,14 @@ class LoraSettings(Settings):
         lt=1.0,
         description="Probability with which a training step drops an adapter for all samples of a batch, as "
         "in kohya's tools. Excludes `dora`.",
+    )
+    scale_weight_norms: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Largest Frobenius norm of a module's delta weight, alpha / rank included, as in kohya's "
+        "tools, which call 1 a good start. After each step, larger ones are scaled down to it. Limits what "
+        "single layers can overfit. Excludes `dora`, `training.ema_decay` and schedule-free optimizers; null "
+        "sets no limit.",
     )
     targets: Literal["family", "attention", "blocks"] = Field(
         default="family",
@@ -245,7 +261,7 @@ class LoraSettings(Settings):
         "uses all defaults; null trains none. Captions are then encoded in every training step, which needs "
         "memory for the encoders, and cached text embeddings are not used. `kind`, `dora`, `modules`, "
         "`ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rank_dropout`, `module_dropout`, "
-        "`rslora` and `init: gaussian` apply to both.",
+        "`scale_weight_norms`, `rslora` and `init: gaussian` apply to both.",
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -259,8 +275,8 @@ class LoraSettings(Settings):
         if self.modules and self.targets != "family":
             what = f"targets: {self.targets} cannot be combined with modules"
             yield Violation("targets", what, "remove one of the two", involves=("targets", "modules"))
-        for key in ("rank_dropout", "module_dropout"):
-            # A DoRA's magnitudes divide by the norms of weights with all ranks.
+        for key in ("rank_dropout", "module_dropout", "scale_weight_norms"):
+            # A DoRA's magnitudes divide by the norms of weights with all ranks, and set the norms themselves.
             if getattr(self, key) and self.dora:
                 what, fix = f"{key} cannot be combined with dora: true", "remove one of the two"
                 yield Violation(key, what, fix, involves=(key, "dora"))

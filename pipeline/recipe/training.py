@@ -287,6 +287,9 @@ class TrainingSettings(Settings):
                 fix = "remove it, or use another training.optimizer"
                 yield Violation(f"lora.{key}", what, fix, involves=("optimizer", "lora"))
 
+        if self.lora.scale_weight_norms is not None:
+            yield from self._norm_limit_violations()
+
         conflicts = (
             (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),
             (
@@ -302,6 +305,21 @@ class TrainingSettings(Settings):
                     what = f"{key}: {value} cannot be combined with {setting}"
                     fix = f"set {key}: none, or {alternative}"
                     yield Violation(key, what, fix, involves=(key, "lora"))
+
+    def _norm_limit_violations(self) -> Iterator[Violation]:
+        # The limit holds for the trained weights, and the product of two averaged matrices may exceed it.
+        optimizer = OPTIMIZERS.get(self.optimizer)
+        averages = (
+            ("ema_decay", self.ema_decay, self.ema_decay is not None),
+            ("optimizer", self.optimizer, optimizer is not None and optimizer.own_schedule),
+        )
+        for key, value, is_averaged in averages:
+            if is_averaged:
+                what = f"lora.scale_weight_norms cannot be combined with {key}: {value}, which exports an "
+                what += "average of the weights"
+                fix = f"remove training.lora.scale_weight_norms, or use another training.{key}"
+                fix = fix if key == "optimizer" else "remove one of the two"
+                yield Violation("lora.scale_weight_norms", what, fix, involves=("lora", key))
 
     def _compute_violations(self) -> Iterator[Violation]:
         same = {"int8": ("int8", "int8_torchao"), "fp8": ("fp8_torchao",)}

@@ -189,6 +189,7 @@ EFFECTS: dict[str, Effect] = {
     "training.lora.dropout": _run({"lora": {"dropout": 0.1}}),
     "training.lora.rank_dropout": _run({"lora": {"rank_dropout": 0.1}}),
     "training.lora.module_dropout": _run({"lora": {"module_dropout": 0.1}}),
+    "training.lora.scale_weight_norms": _run({"lora": {"scale_weight_norms": 1.0}}),
     "training.lora.targets": _run({"lora": {"targets": "blocks"}}),
     "training.lora.modules": _run({"lora": {"modules": ["*.attn2.*"]}}),
     "training.lora.conv_rank": _run({"lora": {"conv_rank": 4}}),

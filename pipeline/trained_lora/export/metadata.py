@@ -74,6 +74,8 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     values["ss_tag_frequency"] = json.dumps(_tag_frequencies(job), ensure_ascii=False)
     if job.provenance:
         values[PROVENANCE_KEY] = json.dumps(job.provenance, sort_keys=True, ensure_ascii=False)
+    if lora.scale_weight_norms is not None:
+        values["ss_scale_weight_norms"] = lora.scale_weight_norms
     if arguments := _network_arguments(lora):
         values["ss_network_args"] = json.dumps(arguments, sort_keys=True)
     if (text := lora.text_encoders) is not None:

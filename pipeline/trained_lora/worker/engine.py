@@ -27,6 +27,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
 )
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
+from pipeline.trained_lora.worker.adapter.weight_norms import WeightNormLimit
 from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.compiled import require_compiler
@@ -238,6 +239,8 @@ class Engine:
         optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
         self._lr_scheduler = make_lr_scheduler(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
+        limit = lora.scale_weight_norms
+        self._norm_limit = None if limit is None else WeightNormLimit(self.networks.values(), limit)
         self._skipped_steps = 0
 
         exclude_frozen_weights(self.joint_model)
@@ -363,6 +366,8 @@ class Engine:
             # The device skips an update that is not finite, and the host finds out when it reads the numbers.
             is_updated = self._on_device.step(step.is_finite())
             self._optimizer.zero_grad()
+            if self._norm_limit is not None:
+                self._norm_limit.apply(is_updated)
             self._average.update_on_device(is_updated)
             self._lr_scheduler.step()
             return
@@ -376,6 +381,8 @@ class Engine:
             self._count_skipped_step(step.batch)
         else:
             self._skipped_steps = 0
+            if self._norm_limit is not None:
+                self._norm_limit.apply()
             self._average.update()
             self._lr_scheduler.step()
 

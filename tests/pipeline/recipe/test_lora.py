@@ -41,6 +41,13 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
         ),
         ({"module_dropout": 0.1, "init": "pissa"}, "training.lora.module_dropout", "requires init: kaiming"),
         ({"kind": "loha", "rank_dropout": 0.1}, "training.lora.rank_dropout", "requires kind: lora"),
+        ({"scale_weight_norms": 1.0, "dora": True}, "training.lora.scale_weight_norms", "cannot be combined"),
+        (
+            {"scale_weight_norms": 1.0, "kind": "lokr"},
+            "training.lora.scale_weight_norms",
+            "requires kind: lora",
+        ),
+        ({"scale_weight_norms": 1.0, "init": "olora"}, "training.lora.scale_weight_norms", "requires init"),
         ({"oft_block_size": 8}, "training.lora.oft_block_size", "requires kind: oft, got kind: lora"),
         (
             {"kind": "oft", "rank": 8},
@@ -84,3 +91,17 @@ def test_prodigy_does_not_allow_separate_learning_rates(lora: dict[str, Any], ke
     mistakes = mistakes_of(lora, optimizer="prodigy", learning_rate=1.0)
     assert [dotted(each.path) for each in mistakes] == [f"training.lora.{key}"]
     assert "prodigy estimates one step size" in mistakes[0].what
+
+
+@pytest.mark.parametrize(
+    ("training", "what"),
+    [
+        ({"ema_decay": 0.99}, "cannot be combined with ema_decay: 0.99"),
+        ({"optimizer": "schedule_free"}, "cannot be combined with optimizer: schedule_free"),
+    ],
+)
+def test_a_limit_of_norms_excludes_averaged_weights(training: dict[str, Any], what: str) -> None:
+    assert mistakes_of({}, **training) == []
+    mistakes = mistakes_of({"scale_weight_norms": 1.0}, **training)
+    assert [dotted(each.path) for each in mistakes] == ["training.lora.scale_weight_norms"]
+    assert what in mistakes[0].what
