@@ -13,7 +13,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from pipeline.storage.addresses import PROTOCOLS, Url
+from pipeline.storage.addresses import PROTOCOLS, Url, container
 from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
 
 _CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
@@ -34,6 +34,9 @@ _PACKAGES = {
 # A file that has just changed is not trusted, so each run reads it.
 _UNSETTLED_NS = 2**62
 """Change time of a file with neither version nor time."""
+
+_UNVERSIONED_ARCHIVES = frozenset(["tar", "libarchive"])
+"""Archives that store no checksum of their members; zip has a CRC of each."""
 
 _VERSION_KEYS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "md5", "Digest", "sha256", "sha", "blob_id"),
@@ -73,6 +76,26 @@ def _protocols_in(url: Url) -> set[str]:
     *inner, last = url.links
     links = [*inner, last] if "://" in last else inner
     return {link.partition("://")[0] for link in links}
+
+
+def archive_version(url: Url) -> tuple[str, int] | None:
+    """Return the version and change time of an archive whose members have none; None for any other address.
+
+    A member that was replaced by one of equal size and time differs only in the archive around it. The time
+    is in nanoseconds, as in `stat_from_info`.
+
+    Raises:
+        Exception: Any error of the file system, for an archive that cannot be opened.
+    """
+    if not _UNVERSIONED_ARCHIVES & {link.partition("://")[0] for link in url.links}:
+        return None
+    outermost = container(url)
+    if not isinstance(outermost, Url):
+        stat = outermost.stat()
+        return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}", stat.st_ctime_ns
+    files, path = open_url(outermost)
+    size, time_ns, changed_ns, version = stat_from_info(files.info(path))
+    return f"{size} {version or time_ns}", changed_ns
 
 
 def missing_package(url: Url) -> str:

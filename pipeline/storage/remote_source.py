@@ -16,6 +16,7 @@ from pipeline.errors import DatasetError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.file_systems import (
+    archive_version,
     join_path,
     missing_package,
     open_url,
@@ -92,11 +93,15 @@ class RemoteSource(Source):
         super().__init__(url, max_file_bytes=max_file_bytes, key=key)
         try:
             require_listed_protocols(url)
+            # Before the archive is opened: if it is replaced in between, its members have changed for the
+            # next scan.
+            archive = archive_version(url)
             self._files, base = open_url(url)
         except Exception as err:
             raise _unreadable_error(url, err, key) from err
         self._base = base.rstrip("/")
-        self._default_version = text_number(url)
+        self._default_version = text_number(url if archive is None else f"{url}\0{archive[0]}")
+        self._min_changed_ns = 0 if archive is None else archive[1]
         self._lock = request_lock(self._files)
         self._repeat_requests = repeat_requests
         self._has_answered = False
@@ -264,10 +269,12 @@ class RemoteSource(Source):
             return {"size": 0}
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
-        # Without versions, a file at another address must not look unchanged, so the address stands in for
-        # the version.
         num_bytes, time_ns, changed_ns, version = stat_from_info(info)
-        return num_bytes, time_ns, changed_ns, version or self._default_version
+        if version:
+            return num_bytes, time_ns, changed_ns, version
+
+        # A file at another address, or in another version of an archive, must not look unchanged.
+        return num_bytes, time_ns, max(changed_ns, self._min_changed_ns), self._default_version
 
     def _full(self, path: str) -> str:
         return join_path(self._base, path)

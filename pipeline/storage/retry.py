@@ -32,6 +32,8 @@ _TRANSIENT_ERRORS = frozenset(
         *("HTTPClientError", "IncompleteReadError"),  # botocore
         *("ClientConnectionError", "ClientPayloadError"),  # aiohttp
         *("ServiceRequestError", "ServiceResponseError"),  # Azure
+        # httpx, with which huggingface_hub sends requests
+        *("TimeoutException", "NetworkError", "RemoteProtocolError", "ProxyError"),
     ]
 )
 """Names of the classes of errors for connections that failed or broke; subclasses count too."""
@@ -106,10 +108,13 @@ def _chain(
 
 
 def _http_status(err: BaseException) -> int | None:
-    """Return the status of the response to which an error of botocore, aiohttp, gcsfs or Azure belongs."""
+    """Return the status of the response to which an error of a service's library belongs."""
     response: Any = getattr(err, "response", None)
-    if isinstance(response, Mapping):
+    if isinstance(response, Mapping):  # botocore
         metadata: Any = response.get("ResponseMetadata", {})
         return metadata.get("HTTPStatusCode")
-    statuses = (getattr(err, name, None) for name in ("status", "status_code", "code"))
+
+    # aiohttp, gcsfs and Azure store it in the error, httpx in the response.
+    statuses = [getattr(err, name, None) for name in ("status", "status_code", "code")]
+    statuses.append(getattr(response, "status_code", None))
     return next((status for status in statuses if isinstance(status, int)), None)

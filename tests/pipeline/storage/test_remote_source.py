@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -89,3 +93,60 @@ def test_an_address_outside_the_list_is_opened_by_nothing(url: str) -> None:
     # Files of a shared cache may contain addresses, which no recipe has checked.
     with pytest.raises(DatasetError, match="the address must not use"):
         RemoteSource(Url(url))
+
+
+def tar_of(content: bytes) -> bytes:
+    """Return an archive with one member; two of contents of equal size differ in nothing else."""
+    member = tarfile.TarInfo("a.png")
+    member.size, member.mtime = len(content), 1_700_000_000
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def put_on_disk(content: bytes, folder: Path) -> str:
+    path = folder / "photos.tar"
+    path.write_bytes(content)
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    return str(path)
+
+
+def put_in_bucket(content: bytes, folder: Path) -> str:
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.makedirs("archives", exist_ok=True)
+    files.pipe_file("archives/photos.tar", content)
+    return "s3://archives/photos.tar"
+
+
+@pytest.mark.parametrize("put", [put_on_disk, put_in_bucket], ids=["disk", "s3"])
+def test_a_member_of_a_replaced_archive_has_changed_with_equal_size_and_time(
+    put: Callable[[bytes, Path], str], server: StoppableS3Server, tmp_path: Path
+) -> None:
+    """Tar stores no checksum of a member, so the version of the archive counts."""
+
+    def stat_of(content: bytes) -> list[int]:
+        url = Url(f"tar://::{put(tar_of(content), tmp_path)}")
+        return RemoteSource(url).stats(["a.png"]).tolist()[0]
+
+    # fsspec opens the inner link with a cached file system, perhaps the one of another test's server.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.start()
+    try:
+        before, after = stat_of(b"pixels"), stat_of(b"others")
+        again = RemoteSource(Url(f"tar://::{put_in_bucket(tar_of(b'others'), tmp_path)}")).stats(["a.png"])
+    finally:
+        server.stop()
+    assert before[:2] == after[:2]
+    assert [before[column] for column in RemoteSource.compared_columns] != [
+        after[column] for column in RemoteSource.compared_columns
+    ]
+    if put is put_in_bucket:
+        assert again.tolist()[0] == after
+
+
+def test_a_member_of_a_local_archive_changed_when_the_archive_did(tmp_path: Path) -> None:
+    """A second change within the clock's granularity would leave the stat of the first."""
+    path = put_on_disk(tar_of(b"pixels"), tmp_path)
+    (stat,) = RemoteSource(Url(f"tar://::{path}")).stats(["a.png"]).tolist()
+    assert stat[2] == Path(path).stat().st_ctime_ns

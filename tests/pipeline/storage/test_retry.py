@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 
 import fsspec
+import httpx2
 import pytest
 from aiohttp import ClientPayloadError, ServerDisconnectedError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
+from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.storage import retry as module
 from pipeline.storage.addresses import Url
@@ -22,6 +24,11 @@ from tests.remote_folders import S3_ENVIRONMENT, StoppableS3Server
 
 def response(status: int, code: str) -> ClientError:
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+def hub_error(status: int) -> HfHubHTTPError:
+    request = httpx2.Request("GET", "http://127.0.0.1/api/datasets/anna/flowers")
+    return HfHubHTTPError(f"status {status}", response=httpx2.Response(status, request=request))
 
 
 def caused(err: Exception, cause: Exception) -> Exception:
@@ -35,6 +42,12 @@ TRANSIENT = [
     EndpointConnectionError(endpoint_url="http://127.0.0.1:1"),
     ReadTimeoutError(endpoint_url="http://127.0.0.1:1"),
     ServerDisconnectedError(),
+    httpx2.ConnectError("refused"),
+    httpx2.ReadTimeout("silent"),
+    httpx2.PoolTimeout("busy"),
+    httpx2.RemoteProtocolError("disconnected"),
+    hub_error(429),
+    hub_error(503),
     ClientPayloadError(),
     caused(OSError(errno.EBUSY, "busy"), response(503, "SlowDown")),
     caused(OSError(errno.EIO, "internal"), response(500, "InternalError")),
@@ -46,6 +59,10 @@ PERMANENT = [
     OSError(errno.ENOSPC, "full"),
     NoCredentialsError(),
     ValueError("an error of the caller"),
+    hub_error(401),
+    hub_error(404),
+    httpx2.UnsupportedProtocol("not HTTP"),
+    httpx2.LocalProtocolError("an error of the caller"),
     caused(OSError(errno.EINVAL, "exists"), response(412, "PreconditionFailed")),
     caused(EndpointConnectionError(endpoint_url="http://no.host"), socket.gaierror(-2, "unknown name")),
 ]
