@@ -1,13 +1,14 @@
-"""Train the demo's base model from scratch, on the CPU.
+"""Train the demo's base model and its captioner from scratch, on the CPU.
 
     torchrun --nproc-per-node 2 -m demo.pretrain outputs/pretraining vae
     torchrun --nproc-per-node 2 -m demo.pretrain outputs/pretraining denoiser
     python -m demo.pretrain outputs/pretraining export
+    python -m demo.pretrain outputs/pretraining captioner
 
 Each process uses one thread, because on two cores two processes are faster than two threads. On a busy
 machine, start one process with `python` instead. A stage that was stopped resumes from its checkpoint when it
-is started again. `export` writes the model into `model/`, and its scores and the curves of its losses into
-`model/provenance.json`.
+is started again. `export` writes the base model into `model/`, and its scores and the curves of its losses
+into `model/provenance.json`. `captioner` needs no other stage, and writes the same files into `captioner/`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ from typing import Any
 import torch
 
 from demo.pretraining.autoencoder import concept_through_vae, train_vae
+from demo.pretraining.captioner import (
+    export_captioner,
+    new_captioner,
+    train_captioner,
+    write_processor,
+)
 from demo.pretraining.denoiser import EncodedWorld, load_world, train_denoiser
 from demo.pretraining.export import export_model, loss_curve
 from demo.pretraining.loop import Part, Stage, load_networks, start_processes
 from demo.pretraining.networks import new_text_encoder, new_unet, new_vae, write_tokenizer
 
-VAE_STEPS, DENOISER_STEPS = 1200, 10_000
+VAE_STEPS, DENOISER_STEPS, CAPTIONER_STEPS = 1200, 10_000, 1500
 
 MIN_THROUGH_VAE = 0.9
 """Minimum score of real pictures of the concept after the VAE."""
+
+MIN_CAPTIONS = 0.95
+"""Minimum fraction of right captions, of known shapes, of doodles and of the concept."""
 
 
 def main() -> int:
@@ -39,9 +49,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="folder of checkpoints, logs and the model")
-    parser.add_argument("stage", choices=["vae", "denoiser", "export"])
+    parser.add_argument("stage", choices=["vae", "denoiser", "export", "captioner"])
     parser.add_argument("--vae-steps", type=int, default=VAE_STEPS)
     parser.add_argument("--denoiser-steps", type=int, default=DENOISER_STEPS)
+    parser.add_argument("--captioner-steps", type=int, default=CAPTIONER_STEPS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -51,6 +62,8 @@ def main() -> int:
     denoiser_stage = Stage("denoiser", folder, arguments.denoiser_steps, learning_rate=1.2e-3)
     part = start_processes(arguments.seed)
     torch.manual_seed(part.seed)
+    if arguments.stage == "captioner":
+        return _captioner(Stage("captioner", folder, arguments.captioner_steps, learning_rate=2e-3), part)
 
     vae = new_vae()
     if arguments.stage == "vae":
@@ -70,7 +83,7 @@ def main() -> int:
     load_networks(denoiser_stage, networks)
     vae.register_to_config(scaling_factor=world.scaling_factor)
     record = export_model(
-        vae, networks, tokenizer, folder / "model", provenance=_provenance(vae_stage, denoiser_stage, part)
+        vae, networks, tokenizer, folder / "model", provenance=_provenance(part, vae_stage, denoiser_stage)
     )
     print(json.dumps(record["scores"], indent=2))
     return 0
@@ -97,11 +110,26 @@ def _encoded_world(vae: Any, tokenizer: Any, stage: Stage, part: Part) -> Encode
     return load_world(vae, tokenizer, file, seed=part.seed)
 
 
-def _provenance(vae: Stage, denoiser: Stage, part: Part) -> dict[str, object]:
+def _captioner(stage: Stage, part: Part) -> int:
+    """Train the captioner, and let the first process export it; return 1 if a score misses its minimum."""
+    folder = stage.folder / "captioner"
+    ids = write_processor(folder)
+    train_captioner(new_captioner(ids), ids, stage, part)
+    if part.rank > 0:
+        return 0
+    record = export_captioner(stage, folder, seed=part.seed, provenance=_provenance(part, stage))
+    print(json.dumps(record["scores"], indent=2))
+    missed = [name for name, score in record["scores"].items() if score < MIN_CAPTIONS]
+    for name in missed:
+        print(f"error: {name} must score at least {MIN_CAPTIONS}; train longer", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _provenance(part: Part, *stages: Stage) -> dict[str, object]:
     """Return the commit, the seed, and the length and loss curve of each stage."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    stages = {stage.name: {"steps": stage.steps, "losses": loss_curve(stage)} for stage in (vae, denoiser)}
-    return {"commit": commit.stdout.strip(), "seed": part.seed, "pictures": "demo/world.py", **stages}
+    curves = {stage.name: {"steps": stage.steps, "losses": loss_curve(stage)} for stage in stages}
+    return {"commit": commit.stdout.strip(), "seed": part.seed, "pictures": "demo/world.py", **curves}
 
 
 if __name__ == "__main__":
