@@ -40,7 +40,7 @@ WILL_RETRY_TAG = "dagster/will_retry"
 """Tag of a failed run for which a retry by Dagster is due, see `run_retries` in dagster.yaml."""
 
 RETRY_WAIT_S, RETRY_POLL_S = 20.0, 1.0
-"""Longest wait for a retry that is due, which Dagster's daemon creates every 5 s, and pause between two looks."""
+"""Longest wait for a retry that is due, and pause. Dagster's daemon creates retries every 5 s."""
 
 _MAX_COMPARED = 100
 """Maximum number of earlier runs in which the previous evaluations of checks are searched."""
@@ -119,8 +119,8 @@ def is_retried(
     sleep: Callable[[float], object] = time.sleep,
 ) -> bool:
     """Return whether Dagster has retried a failed run; wait up to `wait_s` for a retry that is due."""
-    # A retry may turn out to be impossible, for example because the job was removed. No event follows then, and
-    # a run failure sensor has no way to look at a run again in a later tick.
+    # A retry may turn out to be impossible, for example because the job was removed. No event follows then,
+    # and a run failure sensor has no way to look at a run again in a later tick.
     for number in range(1 + round(wait_s / RETRY_POLL_S)):
         if number > 0:
             sleep(RETRY_POLL_S)

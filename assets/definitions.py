@@ -4,9 +4,11 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 """
 
 import os
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 from dagster import Definitions, colored_console_logger, definitions
@@ -28,7 +30,7 @@ from pipeline.recipe import (
     load_recipe_folder,
     recipes_dir,
 )
-from pipeline.recipe.deployment import Deployment, load_deployment
+from pipeline.recipe.deployment import DEPLOYMENT_VARIABLE, Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
 from resources.summarized_executor import summarized
 from resources.tables import TableIOManager
@@ -104,6 +106,19 @@ def load_project_recipes(files: Sequence[Path] | None = None) -> RecipeFolder:
     return RecipeFolder(usable, broken)
 
 
+FileContents: TypeAlias = tuple[tuple[Path, bytes], ...]
+
+
+def read_files(recipe_files: Iterable[Path]) -> FileContents:
+    """Return the content of recipes and of the deployment, as a key for definitions that follow from them."""
+    deployment = os.environ.get(DEPLOYMENT_VARIABLE, "")
+    contents: dict[Path, bytes] = {}
+    for file in (*recipe_files, *([Path(deployment)] if deployment else [])):
+        with suppress(OSError):  # loading reports a file that cannot be read
+            contents[file.absolute()] = file.read_bytes()
+    return tuple(contents.items())
+
+
 def is_strict() -> bool:
     """Return True if broken recipes fail the definitions."""
     return os.environ.get(STRICT_VARIABLE, "").strip() not in ("", "0")
@@ -112,15 +127,17 @@ def is_strict() -> bool:
 @definitions
 def defs() -> Definitions:
     """Return the definitions of the project's recipes, for Dagster's commands and code servers."""
-    return _project_definitions()
+    return _project_definitions(read_files(sorted(recipes_dir().glob("*.y*ml"))), is_strict=is_strict())
 
 
-# Dagster may load the definitions several times, the last time when standard error is no longer the terminal.
-@cache
-def _project_definitions() -> Definitions:
+# For one job, Dagster loads the definitions up to five times in a process, the last time when standard error
+# is no longer the terminal.
+@lru_cache(maxsize=1)
+def _project_definitions(contents: FileContents, *, is_strict: bool) -> Definitions:
+    del contents
     find_terminal()
     recipes, broken = load_project_recipes()
-    if broken and is_strict():
+    if broken and is_strict:
         raise RecipeError(
             "\n".join(each.summary() for each in broken),
             where=f"{recipes_dir()}, with {STRICT_VARIABLE}",

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,7 +29,13 @@ from latentline.shadowed import shadowed_packages
 if (problem := shadowed_packages()) is not None:
     raise ImportError(problem)
 
-from assets.definitions import is_strict, load_project_recipes, shared_definitions
+from assets.definitions import (
+    FileContents,
+    is_strict,
+    load_project_recipes,
+    read_files,
+    shared_definitions,
+)
 from assets.deployment import build_executor, gpu_pool
 from assets.location import Location
 from assets.recipe_graph import broken_recipe_graphs, recipe_graph
@@ -125,7 +131,7 @@ class LoraRecipe(Component, Model, Resolvable):
         files = [each.recipe for each in context.component_tree.get_all_components(LoraRecipe)]
         self._require_found(files)
         self._require_own_name(files)
-        recipes, broken, location, shared = _project(tuple(files))
+        recipes, broken, location, shared = _project(tuple(files), read_files(files))
         own = self._graph(recipes, broken, location)
         if self.recipe == files[0]:
             return Definitions.merge(shared, own)
@@ -179,10 +185,11 @@ class LoraRecipe(Component, Model, Resolvable):
 
 
 # Each component of the project needs all recipes, and the very same shared objects.
-@cache
+@lru_cache(maxsize=1)
 def _project(
-    files: tuple[Path, ...],
+    files: tuple[Path, ...], contents: FileContents
 ) -> tuple[list[Recipe], list[BrokenRecipe], Location, Definitions]:
+    del contents
     find_terminal()
     recipes, broken = load_project_recipes(files)
     deployment = load_deployment()

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from dagster import AssetKey
 
-from assets.definitions import build_definitions
+from assets.definitions import build_definitions, defs
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
+from pipeline.errors import RecipeError
 from pipeline.recipe.check_specs import PATH_ISOLATION, SPECS
 from tests.small_recipe import small_recipe
 
@@ -121,6 +123,35 @@ def test_a_run_can_set_the_grace_period_and_the_machines_of_a_training(tmp_path:
         "seal_packs",
     ]
     assert "checkpoint" in launcher.fields["grace_s"].description
+
+
+def test_definitions_that_a_process_loads_again_follow_the_files_and_warn_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path))
+    file, deployment = tmp_path / "flowers.yaml", tmp_path / "deployment" / "lab.yaml"
+    text = "datasets: [{name: photos, path: data/flowers}]\noutput_dir: out\nmodel: {base: models/none}\n"
+    file.write_text(text, encoding="utf-8")
+    (tmp_path / "bad.yaml").write_text("bogus: 1\n", encoding="utf-8")
+    deployment.parent.mkdir()
+    deployment.write_text("executor: {import: multiprocess}\n", encoding="utf-8")
+
+    def schedules() -> list[str]:
+        return [each.name for each in defs().get_repository_def().schedule_defs]
+
+    assert schedules() == schedules() == ["bad_recache", "flowers_recache"]
+    assert capsys.readouterr().err.count("recipe bad is excluded") == 1
+    file.write_text(f"{text}recache: {{cron: null}}\n", encoding="utf-8")
+    assert schedules() == ["bad_recache"]
+    (tmp_path / "bad.yaml").unlink()
+    assert schedules() == []
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
+    assert defs().resolve_job_def("flowers_cache").executor_def.name == "multiprocess"
+    file.write_text("bogus: 1\n", encoding="utf-8")
+    assert schedules() == ["flowers_recache"]
+    monkeypatch.setenv("LATENTLINE_STRICT", "1")
+    with pytest.raises(RecipeError, match="flowers"):
+        defs()
 
 
 def test_O03_loading_definitions_imports_no_heavy_package(tmp_path: Path) -> None:

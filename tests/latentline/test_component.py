@@ -131,6 +131,18 @@ def test_a_broken_recipe_shows_its_error_and_the_other_one_stays(
     assert "bogus" in str(raised.value.__cause__)
 
 
+def test_definitions_that_a_process_builds_again_follow_the_recipe(
+    project: DefsFolderSandbox, photos_once: Path
+) -> None:
+    project.scaffold_component(LoraRecipe, "flowers", {"images": str(photos_once)})
+    file = project.project_root / "configs" / "flowers.yaml"
+    with project.build_all_defs() as defs:
+        assert names(defs)["schedules"] == ["flowers_recache"]
+    file.write_text(f"{file.read_text('utf-8')}recache: {{cron: null}}\n", encoding="utf-8")
+    with project.build_all_defs() as defs:
+        assert names(defs)["schedules"] == []
+
+
 def build_python_component(
     project: DefsFolderSandbox, recipe: str, annotation: str, first_line: str = ""
 ) -> RecipeError | dict[str, list[str]]:
