@@ -88,6 +88,20 @@ class TextEncoderSettings(Settings):
     )
 
 
+class TimestepRankSettings(Settings):
+    """Ranks that a sample trains, by its noise level (T-LoRA)."""
+
+    min_rank: int = Field(
+        default=1, ge=1, le=MAX_RANK, description="Ranks that train at the highest noise level."
+    )
+    power: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Exponent of the share of signal, (T - t) / T. Above 1, fewer ranks train at medium "
+        "noise levels.",
+    )
+
+
 class LoraSettings(Settings):
     """The adapter: its kind, its size and its modules."""
 
@@ -104,6 +118,7 @@ class LoraSettings(Settings):
                 "start_from",
                 "loraplus_ratio",
                 "scale_weight_norms",
+                "timestep_ranks",
             )
         ),
         ("lokr_factor", "kind", "lokr"),
@@ -123,6 +138,7 @@ class LoraSettings(Settings):
                 "rank_dropout",
                 "module_dropout",
                 "scale_weight_norms",
+                "timestep_ranks",
             )
         ),
     )
@@ -186,6 +202,13 @@ class LoraSettings(Settings):
         "tools, which call 1 a good start. After each step, larger ones are scaled down to it. Limits what "
         "single layers can overfit. Excludes `dora`, `training.ema_decay` and schedule-free optimizers; null "
         "sets no limit.",
+    )
+    timestep_ranks: TimestepRankSettings | None = Field(
+        default=None,
+        description="Train fewer ranks with noisier samples (T-LoRA, https://arxiv.org/abs/2507.05964), so "
+        "that few images teach their details rather than their composition. `{}` uses all defaults; null "
+        "trains all ranks. Previews, evaluation and exported files use all ranks, as other programs do. "
+        "Applies to the denoiser only. Excludes `dora` and `training.compile`.",
     )
     targets: Literal["family", "attention", "blocks"] = Field(
         default="family",
@@ -260,8 +283,8 @@ class LoraSettings(Settings):
         description="Also train LoRA on the text encoders, for the families listed in docs/families.md. `{}` "
         "uses all defaults; null trains none. Captions are then encoded in every training step, which needs "
         "memory for the encoders, and cached text embeddings are not used. `kind`, `dora`, `modules`, "
-        "`ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rank_dropout`, `module_dropout`, "
-        "`scale_weight_norms`, `rslora` and `init: gaussian` apply to both.",
+        "`ranks`, `timestep_ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rank_dropout`, "
+        "`module_dropout`, `scale_weight_norms`, `rslora` and `init: gaussian` apply to both.",
     )
 
     def violations(self) -> Iterator[Violation]:
@@ -275,11 +298,16 @@ class LoraSettings(Settings):
         if self.modules and self.targets != "family":
             what = f"targets: {self.targets} cannot be combined with modules"
             yield Violation("targets", what, "remove one of the two", involves=("targets", "modules"))
-        for key in ("rank_dropout", "module_dropout", "scale_weight_norms"):
+        for key in ("rank_dropout", "module_dropout", "scale_weight_norms", "timestep_ranks"):
             # A DoRA's magnitudes divide by the norms of weights with all ranks, and set the norms themselves.
             if getattr(self, key) and self.dora:
                 what, fix = f"{key} cannot be combined with dora: true", "remove one of the two"
                 yield Violation(key, what, fix, involves=(key, "dora"))
+        least = self.timestep_ranks and self.timestep_ranks.min_rank
+        if least is not None and least >= self.rank:
+            what = f"timestep_ranks.min_rank must be below rank {self.rank}, got {least}"
+            fix = "lower it, or raise rank"
+            yield Violation("timestep_ranks.min_rank", what, fix, involves=("timestep_ranks", "rank"))
         if self.conv_alpha is not None and self.conv_rank is None:
             what, fix = "conv_alpha requires conv_rank", "set conv_rank, or remove it"
             yield Violation("conv_alpha", what, fix, involves=("conv_alpha", "conv_rank"))

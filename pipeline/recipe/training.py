@@ -322,6 +322,9 @@ class TrainingSettings(Settings):
                 yield Violation("lora.scale_weight_norms", what, fix, involves=("lora", key))
 
     def _compute_violations(self) -> Iterator[Violation]:
+        if self.compile and self.lora.timestep_ranks is not None:
+            what = "compile: true cannot be combined with lora.timestep_ranks"
+            yield Violation("compile", what, "remove one of the two", involves=("compile", "lora"))
         same = {"int8": ("int8", "int8_torchao"), "fp8": ("fp8_torchao",)}
         if self.compute != "none" and self.quantize not in ("none", *same[self.compute]):
             what = f"compute: {self.compute} cannot be combined with quantize: {self.quantize}, because the "

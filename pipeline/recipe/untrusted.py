@@ -164,6 +164,7 @@ KEYS = {
             "training.lora.ranks",
             "rank alpha",
         ),
+        *_keys("training.lora.timestep_ranks", "min_rank power"),
         *_keys(
             "training.lora.learning_rates",
             "learning_rate",

@@ -94,6 +94,7 @@ RECIPE_FACTS = (
     RecipeFact("lora.rank_dropout", "training.lora.rank_dropout", default=0.0, since="0.4.0"),
     RecipeFact("lora.module_dropout", "training.lora.module_dropout", default=0.0, since="0.4.0"),
     RecipeFact("lora.scale_weight_norms", "training.lora.scale_weight_norms", default=None, since="0.4.0"),
+    RecipeFact("lora.timestep_ranks", "training.lora.timestep_ranks", default=None, since="0.4.0"),
     RecipeFact("lora.learning_rates", "training.lora.learning_rates", default=[], since="0.3.0"),
     RecipeFact("lora.loraplus_ratio", "training.lora.loraplus_ratio", default=None, since="0.3.0"),
     RecipeFact("lora.save_dtype", "training.lora.save_dtype", default="float32", since="0.3.0"),

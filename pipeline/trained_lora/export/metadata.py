@@ -178,6 +178,8 @@ def _network_arguments(lora: LoraSettings) -> dict[str, object]:
         arguments["rank_dropout"] = lora.rank_dropout
     if lora.module_dropout:
         arguments["module_dropout"] = lora.module_dropout
+    if lora.timestep_ranks is not None:
+        arguments["timestep_ranks"] = lora.timestep_ranks.model_dump(mode="json")
     if lora.starts_from_base_weights:
         arguments["init"] = lora.init
     if lora.dora:

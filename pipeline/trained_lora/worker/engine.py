@@ -26,6 +26,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
     load_networks_state,
 )
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
+from pipeline.trained_lora.worker.adapter.timestep_ranks import TimestepRanks
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.adapter.weight_norms import WeightNormLimit
 from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
@@ -207,6 +208,8 @@ class Engine:
         # The free memory is measured before the base model takes any.
         self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
         self.denoiser = self._add_adapter(load_base(family, self.resident.applied(job.recipe), device), begin)
+        ranks = lora.timestep_ranks
+        self._timestep_ranks = None if ranks is None else TimestepRanks(self.denoiser, ranks)
         if lora.text_encoders is not None:
             begin(startup.TEXT_ENCODERS)
         self.text = trained_text_encoders(family, job.recipe, device)
@@ -345,11 +348,12 @@ class Engine:
 
     def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> Tensor:
         """Add the micro-batch's gradients; return its losses (B,), detached."""
-        # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale.
-        scaled = self.objective.adapters_scaled(micro)
+        # Gradient checkpointing runs the forward pass again in the backward pass, with the same scale and
+        # ranks.
+        scaled, masked = self.objective.adapters_scaled(micro), self._ranks_masked(micro)
 
         # Gradients add up on each rank, so that one exchange in the last micro-batch is enough.
-        with scaled, nullcontext() if last else self.accelerator.no_sync(self._model):
+        with scaled, masked, nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.objective.losses(micro, self._model)
             share = share_of_mean(
                 losses,
@@ -359,6 +363,12 @@ class Engine:
             )
             self.accelerator.backward(share)
         return losses.detach()
+
+    def _ranks_masked(self, micro: MicroInput) -> AbstractContextManager[None]:
+        if self._timestep_ranks is None:
+            return nullcontext()
+        num_timesteps: int = self.noise_scheduler.config.num_train_timesteps
+        return self._timestep_ranks.applied(micro.timesteps, num_timesteps)
 
     def _update(self, step: QueuedStep) -> None:
         """Step optimizer, average and schedule if the step's numbers are finite."""

@@ -48,6 +48,14 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "requires kind: lora",
         ),
         ({"scale_weight_norms": 1.0, "init": "olora"}, "training.lora.scale_weight_norms", "requires init"),
+        ({"timestep_ranks": {}, "dora": True}, "training.lora.timestep_ranks", "cannot be combined"),
+        ({"timestep_ranks": {}, "kind": "loha"}, "training.lora.timestep_ranks", "requires kind: lora"),
+        ({"timestep_ranks": {}, "init": "pissa"}, "training.lora.timestep_ranks", "requires init: kaiming"),
+        (
+            {"timestep_ranks": {"min_rank": 16}},
+            "training.lora.timestep_ranks.min_rank",
+            "must be below rank 16, got 16",
+        ),
         ({"oft_block_size": 8}, "training.lora.oft_block_size", "requires kind: oft, got kind: lora"),
         (
             {"kind": "oft", "rank": 8},
@@ -105,3 +113,8 @@ def test_a_limit_of_norms_excludes_averaged_weights(training: dict[str, Any], wh
     mistakes = mistakes_of({"scale_weight_norms": 1.0}, **training)
     assert [dotted(each.path) for each in mistakes] == ["training.lora.scale_weight_norms"]
     assert what in mistakes[0].what
+
+
+def test_compiled_blocks_exclude_ranks_by_timestep() -> None:
+    mistakes = mistakes_of({"timestep_ranks": {}}, compile=True)
+    assert [dotted(each.path) for each in mistakes] == ["training.compile"]
