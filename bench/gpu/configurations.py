@@ -2,9 +2,9 @@
 
 The memory forecast reads nothing else of a model. Keys that equal the defaults of diffusers or transformers
 are omitted here and added in the files; the defaults of diffusers 0.42 are the published values of FLUX.1,
-Qwen-Image, Z-Image, FLUX.2 dev, Chroma, Krea 2 and Bria FIBO 2. The comments state where the other values
-come from. They were compared without access to the Hub, by public code that quotes the models' files, and a
-test compares numbers of weights with the published sizes.
+Qwen-Image, Qwen-Image 2.1, Z-Image, FLUX.2 dev, Chroma, Krea 2, Bria FIBO 2 and Ideogram 4. The comments
+state where the other values come from. They were compared without access to the Hub, by public code that
+quotes the models' files, and a test compares numbers of weights with the published sizes.
 """
 
 from __future__ import annotations
@@ -276,6 +276,29 @@ PUBLISHED = (
         },
     ),
     Published(
+        "Qwen-Image 2.1",
+        "Qwen/Qwen-Image-2.1",
+        "QwenImage21Pipeline",
+        {"text_encoder": text.QWEN3_VL_8B},
+    ),
+    Published(
+        "ERNIE-Image",
+        "baidu/ERNIE-Image",
+        "ErnieImagePipeline",
+        {
+            "text_encoder": text.MINISTRAL3_3B,
+            # transformer/config.json, as sgl-project/sglang's ErnieImageArchConfig and Comfy-Org/ComfyUI's
+            # ErnieImageModel quote it.
+            "transformer": {
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_layers": 36,
+                "ffn_hidden_size": 12288,
+                "text_in_dim": 3072,
+            },
+        },
+    ),
+    Published(
         "Bria FIBO 2",
         "briaai/Fibo-2.0-dev",
         "BriaFibo2Pipeline",
@@ -291,6 +314,12 @@ PUBLISHED = (
             # Not quoted by public code: the size of 8 billion weights and the VAE's 48 channels decide these.
             "transformer": {"in_channels": 48, "num_layers": 8},
         },
+    ),
+    Published(
+        "Ideogram 4",
+        "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",
+        "Ideogram4Pipeline",
+        {"text_encoder": text.QWEN3_VL_8B},
     ),
     Published(
         "Chroma1",
@@ -317,6 +346,26 @@ PUBLISHED = (
         {"text_encoder": text.QWEN3_VL_4B},
     ),
     Published(
+        "HiDream I1",
+        "HiDream-ai/HiDream-I1-Full",
+        "HiDreamImagePipeline",
+        {
+            "vae": _FLUX_VAE,
+            "text_encoder": text.CLIP_L,
+            "text_encoder_2": text.CLIP_G,
+            "text_encoder_3": text.T5_XXL,
+            "text_encoder_4": text.LLAMA_3_1_8B,
+            # huggingface/diffusers, scripts/convert_hidream_image_to_diffusers.py.
+            "transformer": {
+                "patch_size": 2,
+                "in_channels": 16,
+                "caption_channels": (4096, 4096),
+                "axes_dims_rope": (64, 32, 32),
+                "llama_layers": (*range(32), *(31,) * 16),
+            },
+        },
+    ),
+    Published(
         "Qwen-Image",
         "Qwen/Qwen-Image",
         "QwenImagePipeline",
@@ -330,18 +379,3 @@ PUBLISHED = (
     ),
 )
 """Models that the memory forecast supports, about smallest first."""
-
-HIDREAM = Published(
-    "HiDream I1",
-    "HiDream-ai/HiDream-I1-Full",
-    "HiDreamImagePipeline",
-    {
-        "vae": _FLUX_VAE,
-        "text_encoder": text.CLIP_L,
-        "text_encoder_2": text.CLIP_G,
-        "text_encoder_3": text.T5_XXL,
-        "text_encoder_4": text.LLAMA_3_1_8B,
-        "transformer": {"patch_size": 2, "in_channels": 16},
-    },
-)
-"""A model whose cache entries are large; the memory forecast does not support it."""

@@ -68,6 +68,17 @@ QWEN3_VL_4B: Config = {
     "tie_word_embeddings": True,
 }
 
+# Qwen/Qwen3-VL-8B-Instruct, config.json. Ideogram 4 and Qwen-Image 2.1 use it.
+QWEN3_VL_8B: Config = {
+    "text_config": {
+        **QWEN3_VL_4B["text_config"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+    },
+    "vision_config": {"out_hidden_size": 4096},
+    "tie_word_embeddings": False,
+}
+
 # Qwen/Qwen2.5-VL-7B-Instruct, config.json as Qwen-Image's text_encoder has it (transformers 4.53).
 QWEN2_5_VL_7B: Config = {
     "text_config": {
@@ -97,6 +108,19 @@ MISTRAL_SMALL_24B: Config = {
         "head_dim": 128,
     },
     "vision_config": {"model_type": "pixtral"},
+}
+
+# baidu/ERNIE-Image, text_encoder/config.json: Ministral 3 3B, as ports of ERNIE-Image quote it.
+MINISTRAL3_3B: Config = {
+    "text_config": {
+        "model_type": "ministral3",
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {"model_type": "pixtral"},
+    "tie_word_embeddings": True,
 }
 
 # THUDM/chatglm3-6b, config.json.

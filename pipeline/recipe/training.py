@@ -181,8 +181,7 @@ class TrainingSettings(Settings):
         "other blocks are on the host and copied to the GPU for each use, which takes time and gives the "
         "same LoRA. 0 saves the most memory; none keeps all blocks on the GPU; auto keeps as many as the "
         "memory forecast allows on the GPU of the run, and all of them on a CPU. "
-        "With `quantize: nf4` it requires `gradient_checkpointing`. auto cannot be combined with "
-        "`lora.text_encoders`, which the forecast does not count.",
+        "With `quantize: nf4` it requires `gradient_checkpointing`.",
     )
     compile: bool = Field(
         default=False,
@@ -341,11 +340,6 @@ class TrainingSettings(Settings):
             fix = "set training.gradient_checkpointing: true"
             involves = ("offload", "quantize", "gradient_checkpointing")
             yield Violation("offload", what, fix, involves=involves)
-        if self.offload == "auto" and self.lora.text_encoders is not None:
-            what = "offload: auto cannot be combined with lora.text_encoders, which the memory forecast does "
-            what += "not count"
-            fix = "set training.offload to none, or to the number of blocks that stay on the GPU"
-            yield Violation("offload", what, fix, involves=("offload", "lora"))
 
     def _schedule_violations(self) -> Iterator[Violation]:
         kind, optimizer = self.lr_scheduler, OPTIMIZERS.get(self.optimizer)

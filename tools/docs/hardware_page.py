@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.gpu.configurations import HIDREAM, PUBLISHED, Published
+from bench.gpu.configurations import PUBLISHED, Published
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import Recipe
@@ -29,8 +29,8 @@ CARDS_GB = (12, 16, 24, 48, 80)
 SMALL_CARDS_GB = (8, 12, 16, 24)
 """Cards in the table of proposals."""
 
-LARGE_MODELS = ("Bria FIBO", "Chroma1", "FLUX.1 dev", "Krea 2", "Qwen-Image", "FLUX.2 dev")
-"""Models in the table of proposals: the six largest that can be forecast."""
+LARGE_MODELS = ("Ideogram 4", "FLUX.1 dev", "Krea 2", "HiDream I1", "Qwen-Image", "FLUX.2 dev")
+"""Models in the table of proposals: the six largest."""
 
 RESOLUTIONS = {"Stable Diffusion 1.5": 512, "Stable Diffusion 2.1": 768}
 """Resolutions of models that were trained on smaller images than 1024 px."""
@@ -169,11 +169,9 @@ def complete_page(page: str, models: Sequence[Published] = PUBLISHED) -> str:
     sizes: list[str] = []
     disk: list[str] = []
     proposals: list[str] = []
-    for published in (*models, HIDREAM):
+    for published in models:
         with TemporaryDirectory() as folder:
             disk.append(disk_line(published, Path(folder)))
-        if published is HIDREAM:
-            continue
         with TemporaryDirectory() as folder:
             memory = memory_of(published, Path(folder))
         fits.append(fit_line(published.name, memory))

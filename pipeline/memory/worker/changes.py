@@ -61,7 +61,7 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
     # Streaming trains the same weights, and its copies overlap with computation: docs/hardware.md lists the
     # computed times.
     if variant.offload != 0 and recipe.training.offload != "auto":
-        settings += (AUTO if recipe.training.lora.text_encoders is None else "training.offload: 0",)
+        settings += (AUTO,)
         variant = replace(variant, offload=0)
         yield settings, variant
 

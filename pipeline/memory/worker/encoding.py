@@ -80,7 +80,10 @@ def text_memory(
         network = text_encoder_skeleton(family, role, dtype)
         sizes[role] = EncoderSize(network)
         tokenizer = "processor" if "processor" in limits else role.replace("text_encoder", "tokenizer")
-        passes.append(_pass_bytes(network, limits.get(tokenizer, CLIP_TOKENS) + image_tokens))
+        limit = limits.get(tokenizer, CLIP_TOKENS)
+        if type(network).__name__.startswith("CLIP"):
+            limit = min(limit, CLIP_TOKENS)  # HiDream's pipeline cuts captions for its CLIPs at less
+        passes.append(_pass_bytes(network, limit + image_tokens))
 
     resident = resident_layers(sizes, offload, None if card_bytes is None else card_bytes - MARGIN_BYTES)
     weights = [size.on_device(resident.get(role, len(size.layers))) for role, size in sizes.items()]

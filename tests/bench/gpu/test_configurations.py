@@ -40,6 +40,10 @@ BILLIONS = {
     "Chroma1": 8.9,
     "FLUX.1 schnell": 11.9,
     "Krea 2": 12.9,
+    "Qwen-Image 2.1": 7.1,
+    "ERNIE-Image": 8.0,
+    "Ideogram 4": 9.3,
+    "HiDream I1": 17.0,
     "Qwen-Image": 20.4,
     "FLUX.2 dev": 32.2,
 }
@@ -56,6 +60,9 @@ TEXT_BILLIONS = {
     "Bria FIBO 2": 4.4,
     "Bria FIBO": 3.1,
     "Krea 2": 4.4,
+    "Qwen-Image 2.1": 8.8,
+    "Ideogram 4": 8.15,  # without the output layer
+    "ERNIE-Image": 3.8,
     "FLUX.2 dev": 23.6,
 }
 """Billions of weights of `text_encoder`; language models are counted with their vision tower."""

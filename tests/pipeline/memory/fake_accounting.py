@@ -71,6 +71,9 @@ def cuda_functions() -> Generator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", flash))
+
+        # peft's LoHa and LoKr compare a random number with their dropout, and fake tensors have no values.
+        stack.enter_context(patch.object(torch, "rand", lambda _: 1.0))
         for names, dtype in ((HALF, torch.bfloat16), (FLOAT32, torch.float32)):
             for name in names:
                 stack.enter_context(patch.object(functional, name, casting(getattr(functional, name), dtype)))

@@ -17,25 +17,23 @@ GIB = 2**30
 EXAMPLES = Path(__file__).resolve().parents[3] / "configs" / "examples"
 PROMISE = re.compile(r"^# Fits a GPU of (\d+) GB", re.MULTILINE)
 BASE = re.compile(r"^  base: (\S+)", re.MULTILINE)
+EDITING = {"edits_flux_kontext", "edits_qwen_image21", "edits_qwen_image_edit"}
+"""Examples whose memory depends on the reference images; they state no GPU."""
+
 BY_BASE = {each.hub_id: each for each in PUBLISHED}
 FAST = ("flowers_sd15",)
 NAMES = [
     pytest.param(path.stem, marks=[] if path.stem in FAST else [pytest.mark.slow])
     for path in sorted(EXAMPLES.glob("*.yaml"))
-    if not BY_BASE.keys().isdisjoint(BASE.findall(path.read_text(encoding="utf-8")))
+    if path.stem not in EDITING
+    and not BY_BASE.keys().isdisjoint(BASE.findall(path.read_text(encoding="utf-8")))
 ]
-
-UNSUPPORTED = {"flowers_ernie_image", "flowers_hidream", "flowers_ideogram4", "flowers_qwen_image21"}
-"""Examples of models that cannot be forecast; they state no GPU."""
-
-EDITING = {"edits_flux_kontext", "edits_qwen_image21", "edits_qwen_image_edit"}
-"""Examples whose memory depends on the reference images; they state no GPU."""
 
 
 def test_an_example_of_every_published_model_is_compared() -> None:
     assert len(NAMES) == len(PUBLISHED)
     compared = {each.values[0] if hasattr(each, "values") else each for each in NAMES}
-    assert compared | UNSUPPORTED | EDITING == {path.stem for path in EXAMPLES.glob("*.yaml")}
+    assert compared | EDITING == {path.stem for path in EXAMPLES.glob("*.yaml")}
 
 
 def forecast(recipe: Recipe, folder: Path, card_bytes: int) -> MemoryForecast:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.configurations import HIDREAM, PUBLISHED
+from bench.gpu.configurations import PUBLISHED
 from pipeline.recipe import project_root
 from tools.docs.hardware_page import LARGE_MODELS, PAGE, disk_line, fit_line, memory_line, memory_of
 
@@ -27,7 +27,7 @@ def test_the_memory_of_a_model_is_up_to_date(lines: list[str], tmp_path: Path) -
 
 
 def test_the_disk_space_of_all_models_is_up_to_date(lines: list[str], tmp_path: Path) -> None:
-    for number, published in enumerate((*PUBLISHED, HIDREAM)):
+    for number, published in enumerate(PUBLISHED):
         folder = tmp_path / str(number)
         assert disk_line(published, folder) in lines, "run python -m tools.docs.hardware_page"
 

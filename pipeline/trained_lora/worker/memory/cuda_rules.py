@@ -2,6 +2,8 @@
 
 The meta device has no autocast, materialises the weights of attention, and has no packed weights. These rules
 imitate CUDA's. Autocast's lists are from `ATen/autocast_mode.h` in torch 2.13.
+
+Tensors made from Python's numbers stay on the CPU, because masks and indices among them decide shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
@@ -76,6 +78,10 @@ _FLOAT32 = frozenset(
 """Operators that run in float32: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE."""
 
 
+_POSITIONS = ("ErnieImageEmbedND3", "Ideogram4MRoPE")
+"""Classes of layers without weights that disable autocast for the device of their positions."""
+
+
 class CudaRules(TorchFunctionMode):
     """Runs operators on meta tensors with CUDA's dtypes and allocations.
 
@@ -108,18 +114,31 @@ class CudaRules(TorchFunctionMode):
             # Without an explicit dtype, which has precedence over autocast.
             args, given = _cast(args, torch.float32, {}), _cast(given, torch.float32, {})
 
+        if name == "tensor":
+            given["device"] = "cpu"
+
         # Tensors on the CPU, such as lengths and masks, keep their values, which decide shapes.
         if not (_any_meta(args) or _any_meta(given.values())):
             return func(*args, **given)
+        return self._on_meta(func, name, args, given)
+
+    def _on_meta(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> Any:
+        """Return the result of an operator with a tensor on the meta device."""
+        if name == "repeat_interleave" and isinstance(args[1], Tensor) and not args[1].is_meta:
+            return _repeated(*args, **given)
 
         # The values of a mask that is an index decide the shape of the result.
-        if name != "__getitem__":
+        if name not in ("__getitem__", "__setitem__"):
             args, given = _to_meta(args), _to_meta(given)
 
         if name == "scaled_dot_product_attention":
             return self._attention(*args, **given)
         if name == "rms_norm":
             return self._rms_norm(*args, **given)
+        if name == "topk":
+            return _balanced(func(*args, **given), args[0].shape[-1])
         if name == "linear" and (packing := self._packed.get(id(args[1]))):
             return self._packed_linear(packing, *args, **given)
         return func(*args, **given)
@@ -246,6 +265,37 @@ class _EightBitProduct(Function):
         result = torch.empty(ctx.shape, dtype=ctx.dtype, device=unpacked.device)
         ctx.count((unpacked, result))
         return result, None, None, None
+
+
+def compute_positions_on_cpu(network: nn.Module) -> None:
+    """Let the layers for positions that call `torch.autocast`, which meta does not have, use the CPU."""
+
+    def enter(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:])
+
+    def leave(_layer: nn.Module, args: Any, output: Any) -> Any:
+        return _to_meta(output)
+
+    for layer in network.modules():
+        if type(layer).__name__ in _POSITIONS:
+            layer.register_forward_pre_hook(enter)
+            layer.register_forward_hook(leave)
+
+
+def _repeated(values: Tensor, repeats: Tensor, dim: int) -> Tensor:
+    """Return `repeat_interleave` of a meta tensor by numbers that have values."""
+    places = torch.arange(len(repeats)).repeat_interleave(repeats)
+    return values.index_select(dim, places.to("meta"))
+
+
+def _balanced(largest: Any, number: int) -> tuple[Tensor, Tensor]:
+    """Return the values of `topk` over the last dimension of size `number`, with indices that have values.
+
+    A mixture of experts selects tokens by these indices. Each expert gets the same number, as in training
+    with a balanced router.
+    """
+    indices = torch.arange(largest.indices.numel()).remainder(number)
+    return largest.values, indices.reshape(largest.indices.shape)
 
 
 def _cast(values: Any, dtype: torch.dtype, packed: Mapping[int, Packing]) -> Any:

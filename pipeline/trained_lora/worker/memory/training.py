@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,9 +19,10 @@ from pipeline.side_inputs.references import reference_geometry
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.loss import sample_losses
-from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing
+from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing, compute_positions_on_cpu
 from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
 from pipeline.trained_lora.worker.memory.skeletons import num_bytes, skeleton, tensors_of
+from pipeline.trained_lora.worker.memory.trained_text import text_loss, trained_skeletons
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
@@ -118,6 +120,7 @@ class TrainingForecast:
         # Caches of the instance: as a decorator, `lru_cache` would keep every forecast and its models alive.
         self.step_bytes = lru_cache(self._step_bytes)
         self._adapted = lru_cache(self._make_adapted)
+        self._text = lru_cache(partial(trained_skeletons, family, recipe))
 
     @property
     def variant(self) -> Variant:
@@ -156,9 +159,10 @@ class TrainingForecast:
         on_device = packed_bytes + plain_bytes - sum(blocks) + slots
         if self._recipe.accelerate.shard:
             on_device = _sharded_bytes(denoiser, base, self._recipe.accelerate.num_processes)
+        text = self._text(variant.dtype)
         return TrainingMemory(
-            base=on_device,
-            trained=self._trained_bytes(denoiser),
+            base=on_device + sum(map(_frozen_bytes, text)),
+            trained=sum(map(self._trained_bytes, [denoiser, *text])),
             step=self._step(variant, largest=largest),
             host=host,
         )
@@ -186,10 +190,11 @@ class TrainingForecast:
             add_lora(cast("ModelMixin", denoiser), lora, targets=targets, seed=self._recipe.training.seed)
         if checkpointing:
             self._family.denoiser.recompute_activations(denoiser)
+        compute_positions_on_cpu(denoiser)
         return denoiser.train()
 
-    def _trained_bytes(self, denoiser: nn.Module) -> int:
-        weights = trainable_weights(denoiser)
+    def _trained_bytes(self, network: nn.Module) -> int:
+        weights = trainable_weights(network)
         num_weights = sum(weight.numel() for weight in weights)
         per_weight = _GRADIENT_BYTES + self._optimizer_bytes
         per_weight += 4 if self._recipe.training.ema_decay is not None else 0
@@ -205,11 +210,12 @@ class TrainingForecast:
         autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
 
         # The gradients of trained weights are counted with these weights.
-        weights = trainable_weights(denoiser)
+        networks = [denoiser, *self._text(variant.dtype)]
+        weights = [weight for network in networks for weight in trainable_weights(network)]
         for weight in weights:
             weight.grad = torch.empty_like(weight)
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        memory = LiveMemory(without=[*tensors_of(denoiser), *gradients])
+        memory = LiveMemory(without=[*chain.from_iterable(map(tensors_of, networks)), *gradients])
 
         @contextmanager
         def modes() -> Generator[None]:
@@ -217,17 +223,20 @@ class TrainingForecast:
                 yield
 
         with modes(), memory.counting_saved():
-            loss = self._loss(denoiser, variant.batch_size)
+            loss = self._loss(denoiser, networks[1:], variant.batch_size)
         memory.backward(loss, denoiser, modes)
         return memory.peak_bytes
 
-    def _loss(self, denoiser: nn.Module, batch_size: int) -> Tensor:
+    def _loss(self, denoiser: nn.Module, text: list[nn.Module], batch_size: int) -> Tensor:
         shape = (batch_size, *self._family.latent_shape(self._size))
         noisy, target = (torch.empty(shape, device="meta") for _ in range(2))
         timesteps = torch.empty(batch_size, device="meta")
         conditions = self.conditions(batch_size)
+        text_term = text_loss(text, batch_size)
+        for name in self._family.text_shapes() if text else ():
+            conditions[name].requires_grad_()
         prediction = self._family.denoiser.predict(denoiser, noisy, timesteps, conditions)
-        return sample_losses(prediction, target, self._recipe.training.loss).mean()
+        return sample_losses(prediction, target, self._recipe.training.loss).mean() + text_term
 
     def conditions(self, batch_size: int) -> dict[str, Any]:
         """Return conditions of the longest captions; lengths and masks have values, which decide shapes."""
@@ -254,6 +263,10 @@ class TrainingForecast:
             for reference in dataset.references
         )
         return [self._family.latent_shape(geometry.target_size) for geometry in geometries]
+
+
+def _frozen_bytes(network: nn.Module) -> int:
+    return num_bytes(tensor for tensor in tensors_of(network) if not tensor.requires_grad)
 
 
 def _num_values(shapes: list[tuple[int, int, int]]) -> int:

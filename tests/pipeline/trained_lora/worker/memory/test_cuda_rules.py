@@ -4,6 +4,8 @@ from math import prod
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules
 
@@ -43,3 +45,31 @@ def test_an_eight_bit_product_counts_its_temporary_tensors_and_keeps_none_for_th
     assert counted == [(torch.bfloat16, OUT * IN), (torch.bfloat16, ROWS * IN)]
     assert hidden.grad is not None
     assert (hidden.grad.shape, hidden.grad.dtype) == (hidden.shape, torch.float32)
+
+
+def test_each_expert_computes_an_equal_share_of_the_tokens() -> None:
+    """HiDream's layer: two of four experts for each token, and one that all tokens share."""
+    batch, tokens, width = 2, 24, 32
+
+    def products(device: str) -> tuple[torch.Tensor, int]:
+        with torch.device(device):
+            layer = MOEFeedForwardSwiGLU(width, 64, num_routed_experts=4, num_activated_experts=2).train()
+            hidden = torch.zeros(batch, tokens, width)
+        counter = FlopCounterMode(display=False)
+        with CudaRules(torch.bfloat16 if device == "meta" else None), counter:
+            output = layer(hidden)
+        output.sum().backward()
+        return output, counter.get_total_flops()
+
+    (forecast, forecast_flops), (real, real_flops) = products("meta"), products("cpu")
+    assert forecast.shape == real.shape
+    assert forecast_flops == real_flops > 0
+
+
+def test_numbers_that_decide_shapes_keep_their_values() -> None:
+    hidden = torch.empty(1, 3, 8, device="meta")
+    with CudaRules(torch.bfloat16):
+        mask = torch.tensor([True, False, True], device=hidden.device)
+        assert hidden[:, mask].shape == (1, 2, 8)
+        repeated = hidden.repeat_interleave(torch.where(mask, 4, 1), dim=1)
+    assert repeated.shape == (1, 9, 8)

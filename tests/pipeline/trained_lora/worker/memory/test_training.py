@@ -3,10 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from demo.tiny_models import make_tiny_flux2_klein
+import pytest
+
+from demo.tiny_models import TINY, make_tiny_flux2_klein, make_tiny_sdxl
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import recipe_from_mapping
+from pipeline.trained_lora.worker.memory.skeletons import num_bytes, tensors_of, text_encoder_skeleton
 from pipeline.trained_lora.worker.memory.training import TrainingForecast, TrainingMemory
 
 
@@ -51,3 +54,33 @@ def test_eight_bit_products_pack_the_weights_of_the_blocks_alone(tmp_path: Path)
     plain, packed, products = memory(), memory(quantize="int8"), memory(compute="int8")
     assert packed.base < products.base < plain.base
     assert products.step != packed.step
+
+
+# diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", TINY)
+def test_the_step_of_every_family_can_be_forecast(name: str, tmp_path: Path) -> None:
+    TINY[name](tmp_path)
+    assert step_bytes(tmp_path) > 0
+
+
+def test_trained_text_encoders_are_counted_with_their_adapters_and_activations(tmp_path: Path) -> None:
+    make_tiny_sdxl(tmp_path)
+    family = load_family(tmp_path)
+
+    def memory(**lora: Any) -> TrainingMemory:
+        values = {
+            "datasets": [{"name": "plain", "path": "/data/plain"}],
+            "output_dir": "/out",
+            "model": {"base": str(tmp_path)},
+            "training": {"lora": {"rank": 4, "alpha": 4, **lora}},
+        }
+        forecast = TrainingForecast(family, recipe_from_mapping("memory", values), Size(64, 64))
+        return forecast.memory(forecast.variant)
+
+    cached, trained = memory(), memory(text_encoders={})
+    encoders = [text_encoder_skeleton(family, role, "float32") for role in ("text_encoder", "text_encoder_2")]
+    assert trained.base - cached.base == sum(num_bytes(tensors_of(each)) for each in encoders)
+    assert trained.trained > cached.trained
+    assert trained.step > cached.step
