@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import diffusers
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.models.diffusers_folder import read_json
 from pipeline.storage.atomic import allow_readers
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.lora_files import (
@@ -164,8 +163,7 @@ class Exporter:
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
         self._dtype: torch.dtype = getattr(torch, save_dtype)
-        pipeline_class = read_json(family.model.path / "model_index.json")["_class_name"]
-        self._pipeline: Any = getattr(diffusers, pipeline_class)
+        self._pipeline: Any = getattr(diffusers, family.model.index["_class_name"])
         self._empty_denoiser: Any = None
 
     def export(self, networks: Networks, folder: Path, *, step: int | None = None) -> list[ExportedFile]:
@@ -204,7 +202,10 @@ class Exporter:
         return self._verify(folder, _TrainedLora.of(self._family, networks))
 
     def _save_diffusers(self, folder: Path, trained: _TrainedLora, metadata: dict[str, str]) -> None:
-        arguments: dict[str, Any] = {}
+        # The steps of `save_lora_weights`, which takes no metadata of its caller, and which modular pipelines
+        # lack.
+        state: dict[str, Tensor] = {}
+        adapters: dict[str, Any] = {}
         for prefix, network in trained.networks.items():
             component = prefix.removesuffix(".") or self._family.spec.denoiser_name
             network_modules = [
@@ -216,7 +217,7 @@ class Exporter:
                 module, weight = _split_weight_name(name)
                 if module in keys:
                     layers[keys[module] + weight] = tensor
-            layers = self._in_dtype(layers)
+            state |= self._pipeline.pack_weights(self._in_dtype(layers), component)
 
             # peft's configuration of another kind of adapter does not describe the LoRA in the file.
             config = (
@@ -224,15 +225,15 @@ class Exporter:
                 if _is_plain_lora(network) or trained.is_rotation
                 else _lora_config(network_modules)
             )
-            arguments[f"{component}_lora_layers"] = layers
-            arguments[f"{component}_lora_adapter_metadata"] = _json_values(config.to_dict())
-        self._pipeline.save_lora_weights(save_directory=folder, **arguments)
+            values = _json_values(config.to_dict())
+            adapters |= {f"{component}.{name}": value for name, value in values.items()}
 
-        # `save_lora_weights` takes no metadata of its caller.
-        path = folder / layout_file("diffusers", self._recipe_name)
-        with safe_open(path, framework="pt") as file:
-            adapter_metadata = dict(file.metadata() or {})
-        save_file(load_file(path), path, metadata={**metadata, **adapter_metadata})
+        adapter_metadata = json.dumps(adapters, indent=2, sort_keys=True)
+        save_file(
+            state,
+            folder / layout_file("diffusers", self._recipe_name),
+            metadata={**metadata, "format": "pt", LORA_ADAPTER_METADATA_KEY: adapter_metadata},
+        )
 
     def _in_dtype(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: each.to(self._dtype) if is_factor(key) else each for key, each in tensors.items()}
