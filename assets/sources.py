@@ -26,6 +26,7 @@ from dagster import (
 
 from assets.names import asset_key
 from pipeline.escaping import without_secrets
+from pipeline.models.diffusers_folder import INDEX_NAMES
 from pipeline.recipe import Recipe, in_project, project_root
 from pipeline.recipe.schema import RESERVED_NAMES
 from pipeline.storage.addresses import Address, Url
@@ -51,12 +52,12 @@ class SourceModel(NamedTuple):
     Attributes:
         source: Folder of the project, or Hub id.
         revision: Branch, tag or commit of the Hub id.
-        index_file: File by which its snapshot on this machine is found.
+        index_names: Files by which its snapshot on this machine is found; it has at least one of them.
     """
 
     source: str
     revision: str | None
-    index_file: str
+    index_names: tuple[str, ...]
 
     @property
     def key(self) -> AssetKey:
@@ -77,7 +78,7 @@ class SourceModel(NamedTuple):
         folder = in_project(self.source)
         if self.revision is None and folder.is_dir():
             return scan_fingerprint([folder])
-        return cached_commit(self.source, self.revision, index=self.index_file)
+        return cached_commit(self.source, self.revision, index_names=self.index_names)
 
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
@@ -99,7 +100,7 @@ def dataset_keys(recipe: Recipe) -> list[AssetKey]:
 
 def base_model(recipe: Recipe) -> SourceModel:
     """Return the recipe's base model."""
-    return SourceModel(recipe.model.base, recipe.model.revision, "model_index.json")
+    return SourceModel(recipe.model.base, recipe.model.revision, INDEX_NAMES)
 
 
 def captioning_models(recipe: Recipe) -> list[SourceModel]:
@@ -108,7 +109,7 @@ def captioning_models(recipe: Recipe) -> list[SourceModel]:
     return list(
         dict.fromkeys(
             # The files of a tagger are these two: model.onnx and selected_tags.csv.
-            SourceModel(each.model, each.revision, "config.json" if each.tagger is None else "model.onnx")
+            SourceModel(each.model, each.revision, ("config.json" if each.tagger is None else "model.onnx",))
             for each in settings
             if each.model is not None
         )

@@ -19,6 +19,9 @@ WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
 # File names, without suffix, under which diffusers and transformers store a component's weights.
 _WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
 
+INDEX_NAMES = ("model_index.json", "modular_model_index.json")
+"""Names of a model's index, in order of preference. Models of modular pipelines have only the second one."""
+
 MAX_JSON_BYTES = 25_000_000
 """Maximum size of a configuration, a weight index or a safetensors header. Parsed JSON takes up to 24 times
 its size in memory. The headers of the largest models have about 1 MB."""
@@ -52,14 +55,25 @@ _CLASS_NAMES = ("image_processor_type", "processor_class", "feature_extractor_ty
 
 def is_tokenizer(role: str) -> bool:
     """Return whether a component is a tokenizer, or a processor that is used for its tokenizer only."""
-    return role.startswith(("tokenizer", "processor"))
+    return "tokenizer" in role or role.startswith("processor")
+
+
+def is_text_encoder(role: str) -> bool:
+    """Return whether a component is a network that text embeddings depend on."""
+    return role.startswith(("text_encoder", "text_conditioner"))
+
+
+def index_file(folder: Path) -> Path:
+    """Return the index of the model in a folder, which need not exist; see `INDEX_NAMES`."""
+    paths = [folder / name for name in INDEX_NAMES]
+    return next((path for path in paths if path.is_file()), paths[0])
 
 
 class ModelFolder:
     """The components and configuration files of a base model in a local diffusers folder, read when used.
 
     Attributes:
-        path: Folder that holds `model_index.json` and a subfolder for each component.
+        path: Folder that holds the model's index and a subfolder for each component.
         replaced: Folders of the components that replace the ones in `path`, by component.
     """
 
@@ -95,11 +109,23 @@ class ModelFolder:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        return read_json(self.path / "model_index.json")
+        """Contents of the index, with [library, class] for each component; [None, None] if it is absent."""
+        index = read_json(index_file(self.path))
+        return {name: _component_entry(value) for name, value in index.items()}
 
     def has(self, role: str) -> bool:
         """Return whether the model has the component; the index lists an absent optional one as null."""
         return role in self.replaced or (self.index.get(role) or [None])[0] is not None
+
+
+def _component_entry(value: Any) -> Any:
+    match value:
+        # An entry of a modular index. Library and class are null if it was saved before the component was
+        # loaded; the class to load is always the hint.
+        case [_, _, {"type_hint": [library, name]}]:
+            return [library, name]
+        case _:
+            return value
 
 
 def _require_usable_numbers(role: str, config: Mapping[str, Any], path: Path) -> None:

@@ -5,7 +5,7 @@ The network is used only if a file that the model's family needs is not on this 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from pipeline.errors import ModelError
@@ -16,7 +16,7 @@ from pipeline.models.components import (
     require_local_components,
     resolve_components,
 )
-from pipeline.models.diffusers_folder import require_whole
+from pipeline.models.diffusers_folder import INDEX_NAMES, require_whole
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
 from pipeline.models.hub import (
     component_files,
@@ -31,8 +31,6 @@ from pipeline.models.hub import (
     suggest_folder,
 )
 from pipeline.recipe import in_project
-
-_INDEX = "model_index.json"
 
 _CONFIG_PATTERNS = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 
@@ -152,33 +150,46 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
     Raises:
         ModelError: The index is not on this machine and cannot be downloaded.
     """
-    from huggingface_hub import hf_hub_download
-
     index = _local_index(base, revision)
     if index is None:
         with explain_download_errors(base, where):
             require_access(base, revision)
-            index = hf_hub_download(base, _INDEX, revision=revision)
+            index = _download_index(base, revision)
     return Path(index).parent
 
 
-def cached_commit(base: str, revision: str | None, *, index: str = _INDEX) -> str | None:
+def cached_commit(base: str, revision: str | None, *, index_names: Sequence[str] = INDEX_NAMES) -> str | None:
     """Return the commit of a Hub id's snapshot on this machine; None if there is none, or it is no Hub id.
 
-    `index` is a file that the snapshot has.
+    The snapshot has at least one of `index_names`.
     """
     try:
-        file = _local_index(base, revision, index)
+        file = _local_index(base, revision, index_names)
     except ValueError:  # a local path that is missing
         return None
     return None if file is None else snapshot_commit(Path(file).parent)
 
 
-def _local_index(base: str, revision: str | None, index: str = _INDEX) -> str | None:
+def _local_index(base: str, revision: str | None, index_names: Sequence[str] = INDEX_NAMES) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
-    file = try_to_load_from_cache(base, index, revision=revision)
-    return file if isinstance(file, str) else None
+    files = (try_to_load_from_cache(base, name, revision=revision) for name in index_names)
+    return next((file for file in files if isinstance(file, str)), None)
+
+
+def _download_index(base: str, revision: str | None) -> str:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    usual, modular = INDEX_NAMES
+    try:
+        return hf_hub_download(base, usual, revision=revision)
+    except RemoteEntryNotFoundError:
+        try:
+            return hf_hub_download(base, modular, revision=revision)
+        except RemoteEntryNotFoundError:
+            pass
+        raise  # the error names the usual index
 
 
 def wanted_files(
@@ -186,7 +197,7 @@ def wanted_files(
 ) -> list[str]:
     """Return the files of a repository that a family needs, except for components in `without`."""
     files = sorted(repository_files)
-    wanted = [name for name in files if name == _INDEX]
+    wanted = [name for name in files if name in INDEX_NAMES]
     for component in family.components:
         if component not in without:
             wanted += component_files(files, component)
@@ -283,12 +294,12 @@ def _pickle_error(where: str) -> ModelError:
 
 
 def _download(recipe: NamesModel, replaced: Mapping[str, Path], log: Log) -> Path:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi
 
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
     with explain_download_errors(base, where):
         require_access(base, revision)
-        index = hf_hub_download(base, _INDEX, revision=revision)
+        index = _download_index(base, revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_spec(Path(index).parent), names, without=replaced)
 

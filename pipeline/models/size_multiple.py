@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, counted
+from pipeline.models.diffusers_folder import index_file
 from pipeline.recipe import in_project
 from pipeline.recipe.errors import Mistake, recipe_error
 from pipeline.recipe.load import placed
@@ -14,15 +15,13 @@ if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.recipe import BucketSettings, Recipe
 
-_MODEL_INDEX = "model_index.json"
-
 _MAX_SIZES_SHOWN = 5
 
 
 def local_family(recipe: Recipe) -> Family | None:
     """Return the family of a base model in a local folder, or None for any other base model."""
     folder = in_project(recipe.model.base)
-    if not (folder / _MODEL_INDEX).is_file():
+    if not index_file(folder).is_file():
         return None
 
     # Families are imported only for recipes with a local base model.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipeline.errors import LatentlineError, RecipeError
+from pipeline.models.diffusers_folder import index_file
 from pipeline.models.families import detect
 from pipeline.recipe import in_project
 
@@ -76,7 +77,7 @@ def find_preset(goal: Goal, base: str) -> Preset:
 
 def _local_family(base: str) -> str | None:
     folder = in_project(base)
-    if not (folder / "model_index.json").is_file():
+    if not index_file(folder).is_file():
         return None
     try:
         return detect(folder).spec.name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from pipeline.errors import RUN_RECIPE, DatasetError, LatentlineError, counted
-from pipeline.models.diffusers_folder import read_json
+from pipeline.models.diffusers_folder import index_file, read_json
 from pipeline.models.families import detect
 from pipeline.new_recipe.draft import (
     DEFAULT_CAPTION,
@@ -97,7 +97,7 @@ def draft_recipe(images: Path, *, max_references: int | None = None) -> RecipeDr
 def model_resolution(base: str) -> ModelResolution:
     """Return the resolution that a local folder or Hub id was trained at, without using the network."""
     folder = in_project(base)
-    if (folder / "model_index.json").is_file():
+    if index_file(folder).is_file():
         return _resolution_of_folder(folder)
     config = _downloaded_unet_config(base)
     if config is not None and (edge := read_json(config).get("sample_size")):
@@ -110,7 +110,7 @@ def model_resolution(base: str) -> ModelResolution:
 def accepted_references(base: str) -> int | None:
     """Return how many references of an image a base model accepts; None if it is not in a local folder."""
     folder = in_project(base)
-    if not (folder / "model_index.json").is_file():
+    if not index_file(folder).is_file():
         return None
     try:
         spec = detect(folder).spec.references

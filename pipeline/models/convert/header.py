@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import MAX_JSON_BYTES, require_whole
+from pipeline.models.diffusers_folder import MAX_JSON_BYTES, index_file, require_whole
 
 # Torch files are zip archives around a pickle; older ones and plain pickles begin with the protocol's number.
 _PICKLE_SUFFIXES = frozenset([".ckpt", ".pt", ".pth", ".bin", ".pkl"])
@@ -82,7 +82,7 @@ def read_header(file: Path) -> Header:
 
 
 def _require_file(file: Path) -> None:
-    if (file / "model_index.json").is_file():
+    if index_file(file).is_file():
         what, fix = "this is already a diffusers folder", f"use it directly: model.base: {file}"
         raise ModelError(what, where=str(file), fix=fix)
     if not file.is_file():

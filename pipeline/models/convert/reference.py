@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import is_tokenizer, tokenizer_files, weight_files
+from pipeline.models.diffusers_folder import INDEX_NAMES, is_tokenizer, tokenizer_files, weight_files
 from pipeline.models.families import Family, detect
 from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.models.resolve import indexed_snapshot
@@ -67,7 +67,7 @@ def is_component(entry: object) -> bool:
 def wanted_files(roles: Iterable[str], files: Iterable[str], weights_of: Collection[str] | None) -> list[str]:
     """Return the files of a repository that the conversion needs; see `resolve_reference`."""
     all_files = sorted(files)
-    wanted = ["model_index.json"]
+    wanted = [name for name in all_files if name in INDEX_NAMES]
     for role in roles:
         needs_weights = weights_of is None or role in weights_of
         role_files = component_files(all_files, role)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import FamilyError
-from pipeline.models.diffusers_folder import ModelFolder, read_json
+from pipeline.models.diffusers_folder import ModelFolder, index_file, read_json
 from pipeline.models.families.aura_flow import AURA_FLOW
 from pipeline.models.families.bria_fibo import BRIA_FIBO
 from pipeline.models.families.bria_fibo2 import BRIA_FIBO2
@@ -80,13 +80,13 @@ __all__ = [
 
 
 def family_spec(folder: Path) -> FamilySpec:
-    """Return the family of the pipeline class in `folder/model_index.json`; reads no other file.
+    """Return the family of the pipeline class in the index of a folder; reads no other file.
 
     Raises:
         FamilyError: No family has this pipeline class; the message lists all families.
-        ModelError: `model_index.json` is missing or unreadable.
+        ModelError: The index is missing or unreadable.
     """
-    index = folder / "model_index.json"
+    index = index_file(folder)
     pipeline_class = read_json(index).get("_class_name")
     for spec in FAMILIES:
         if pipeline_class in spec.pipeline_classes:

@@ -11,6 +11,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import (
     ModelFolder,
     image_processor_settings,
+    is_text_encoder,
     tokenizer_files,
     weight_files,
 )
@@ -58,7 +59,7 @@ class FamilySpec:
 
     Attributes:
         name: Display name.
-        pipeline_classes: Values of `_class_name` in `model_index.json` that belong to the family.
+        pipeline_classes: Values of `_class_name` in the index that belong to the family.
         components: Subfolders that are used, each with its class as `library.Class`; no other component is
             downloaded or loaded.
         latents: Latent geometry and VAE codec.
@@ -144,7 +145,7 @@ class Family:
         if use == "text":
             return tuple(
                 self._network_part(role)
-                if role.startswith("text_encoder")
+                if is_text_encoder(role)
                 else ModelPart(role, *tokenizer_files(self.model.component(role)))
                 for role in self.text_roles()
             )
@@ -182,7 +183,7 @@ class Family:
         return {
             role: text_encoder_dtype(setting, self.spec.components[role])
             for role in self.text_roles()
-            if role.startswith("text_encoder")
+            if is_text_encoder(role)
         }
 
     def text_shapes(self) -> Shapes:

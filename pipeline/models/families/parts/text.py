@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import ModelFolder, is_tokenizer
+from pipeline.models.diffusers_folder import ModelFolder, is_text_encoder, is_tokenizer
 from pipeline.models.families.parts.lora_keys import ClipLora
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -79,7 +79,7 @@ class TextSpec(ABC):
 
     def roles(self, model: ModelFolder, components: Iterable[str]) -> tuple[str, ...]:
         """Return the tokenizers and text encoders that the base model has, in the order of `components`."""
-        text_roles = (role for role in components if is_tokenizer(role) or role.startswith("text_encoder"))
+        text_roles = (role for role in components if is_tokenizer(role) or is_text_encoder(role))
         return tuple(role for role in text_roles if model.has(role))
 
     def trainable_encoders(self, model: ModelFolder) -> Mapping[str, ClipLora]:
