@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from demo.tiny_models.anima import make_tiny_anima
 from demo.tiny_models.aura_flow import make_tiny_aura_flow
 from demo.tiny_models.bria_fibo import make_tiny_bria_fibo
 from demo.tiny_models.bria_fibo2 import make_tiny_bria_fibo2
@@ -55,6 +56,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "CogView4": make_tiny_cogview4,
     "ERNIE-Image": make_tiny_ernie_image,
     "Krea 2": make_tiny_krea2,
+    "Anima": make_tiny_anima,
     "Ideogram 4": make_tiny_ideogram4,
     "Kandinsky 5 (image)": make_tiny_kandinsky5,
     "Bria FIBO": make_tiny_bria_fibo,
@@ -65,6 +67,7 @@ TINY: dict[str, Callable[[Path], None]] = {
 __all__ = [
     "TINY",
     "make_tiny",
+    "make_tiny_anima",
     "make_tiny_aura_flow",
     "make_tiny_bria_fibo",
     "make_tiny_bria_fibo2",

@@ -52,11 +52,40 @@ def assemble(
         seed: Seed of the random weights.
         index: Additional entries of `model_index.json`, which replace those of the components.
     """
-    import diffusers
+    entries = _write_components(folder, makers, tokenizers, seed)
+    _write_index(folder / "model_index.json", pipeline_class, entries | dict(index or {}))
+
+
+def assemble_modular(
+    folder: Path,
+    pipeline_class: str,
+    makers: Makers,
+    *,
+    tokenizers: Tokenizers,
+    seed: int,
+    blocks: str,
+) -> None:
+    """Write the folder of a modular pipeline; see `assemble`.
+
+    `blocks` is the name of its class of blocks in diffusers.
+    """
+    entries: dict[str, object] = {"_blocks_class_name": blocks}
+    for role, (library, name) in _write_components(folder, makers, tokenizers, seed).items():
+        # diffusers replaces the repository by the folder in which it finds the index.
+        source = {"pretrained_model_name_or_path": "tiny/model", "subfolder": role}
+        hint = {**source, "variant": None, "revision": None, "type_hint": [library, name]}
+        entries[role] = [None, None, hint]
+    _write_index(folder / "modular_model_index.json", pipeline_class, entries)
+
+
+def _write_components(
+    folder: Path, makers: Makers, tokenizers: Tokenizers, seed: int
+) -> dict[str, list[str]]:
+    """Write all components, and return [library, class] of each."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, object] = {}
+    entries: dict[str, list[str]] = {}
     with torch.random.fork_rng(devices=[]):
         for role, make in makers.items():
             torch.manual_seed(seed)
@@ -65,8 +94,14 @@ def assemble(
             entries[role] = [type(made).__module__.split(".")[0], type(made).__name__]
     for role, write in tokenizers.items():
         entries[role] = ["transformers", write(folder / role)]
+    return entries
+
+
+def _write_index(file: Path, pipeline_class: str, entries: Mapping[str, object]) -> None:
+    import diffusers
+
     names = {"_class_name": pipeline_class, "_diffusers_version": diffusers.__version__}
-    write_json(folder / "model_index.json", {**names, **dict(sorted((entries | dict(index or {})).items()))})
+    write_json(file, {**names, **dict(sorted(entries.items()))})
 
 
 def vae(
@@ -135,7 +170,7 @@ def t5(*, width: int = TEXT_WIDTH) -> Any:
     from transformers import T5Config, T5EncoderModel
 
     sizes: dict[str, Any] = {
-        "vocab_size": len(_t5_pieces()),
+        "vocab_size": num_t5_tokens(),
         "d_model": width,
         "d_kv": 8,
         "d_ff": 2 * width,
@@ -208,6 +243,11 @@ def write_t5_tokenizer(folder: Path) -> str:
     }
     write_json(folder / "tokenizer_config.json", config)
     return "T5TokenizerFast"
+
+
+def num_t5_tokens() -> int:
+    """Return the number of tokens of `write_t5_tokenizer`."""
+    return len(_t5_pieces())
 
 
 def _t5_pieces() -> list[tuple[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from PIL import Image
 
 from demo.tiny_models import TINY, make_tiny
@@ -19,6 +19,7 @@ from tests.tiny_models import TinyModel
 BASE = Path(__file__).parents[2] / "demo" / "base"
 
 NEED_TORCHVISION = {
+    "Anima",
     "FLUX.2 dev",
     "Qwen-Image-Edit",
     "Qwen-Image 2.1",
@@ -26,7 +27,7 @@ NEED_TORCHVISION = {
     "Kandinsky 5 (image)",
     "Bria FIBO 2",
 }
-"""Models whose image or video processor requires torchvision."""
+"""Models whose image or video processor, or transformer, requires torchvision."""
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "FLUX.1 Kontext": {"max_area": 64 * 64, "_auto_resize": False},
@@ -103,8 +104,17 @@ def test_plain_from_pretrained_loads_the_demos_base_model_and_it_draws() -> None
 
 
 def drawn_in_one_step(folder: Path, **arguments: Any) -> Any:
+    if (folder / "modular_model_index.json").exists():
+        return drawn_by_blocks(folder)
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.default_sample_size = 8  # HiDream's pipeline scales every size to this area
     drawn = pipeline(prompt="a cat", num_inference_steps=1, height=64, width=64, **arguments)
     return next(iter(drawn.values()))
+
+
+def drawn_by_blocks(folder: Path) -> Any:
+    pipeline: Any = ModularPipeline.from_pretrained(str(folder), local_files_only=True)
+    pipeline.load_components(local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(prompt="a cat", num_inference_steps=1, height=64, width=64, output="images")

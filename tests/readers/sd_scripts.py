@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.models.worker.loading import read_text_encoder
 from pipeline.trained_lora.export.lora_files import Layout
 from tests.pipeline.models.convert.state_dicts import State, weights
-from tests.pipeline.models.convert.transformer_originals import flux, lumina2, sd3_transformer
+from tests.pipeline.models.convert.transformer_originals import anima, flux, lumina2, sd3_transformer
 from tests.pipeline.models.convert.unet_originals import unet
 from tests.readers.exported import Exported
 from tests.readers.kohya_networks import Tensors, on_meta, reading, set_sizes
@@ -74,6 +74,22 @@ def _lumina2() -> nn.Module:
     return import_module("library.lumina_models").NextDiT_2B_GQA_patch2_Adaln_Refiner()
 
 
+def _anima() -> nn.Module:
+    return import_module("library.anima_models").Anima(
+        max_img_h=512,
+        max_img_w=512,
+        max_frames=128,
+        in_channels=16,
+        out_channels=16,
+        patch_spatial=2,
+        patch_temporal=1,
+        model_channels=2048,
+        num_blocks=28,
+        pos_emb_cls="rope3d",
+        use_adaln_lora=True,
+    )
+
+
 MODELS = {
     "Stable Diffusion 1.x and 2.x": _Model(_sd_unet, "lora", weights),
     "Stable Diffusion XL": _Model(_sdxl_unet, "lora", unet),
@@ -83,6 +99,7 @@ MODELS = {
     "FLUX.1 Kontext": _Model(lambda: _flux("dev"), "lora_flux", flux),
     "Chroma": _Model(_chroma, "lora_flux", flux),
     "Lumina Image 2": _Model(_lumina2, "lora_lumina", lumina2),
+    "Anima": _Model(_anima, "lora_anima", anima),
 }
 """Models that sd-scripts can load, by kind."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -83,7 +83,7 @@ def text_memory(
         limit = limits.get(tokenizer, CLIP_TOKENS)
         if type(network).__name__.startswith("CLIP"):
             limit = min(limit, CLIP_TOKENS)  # HiDream's pipeline cuts captions for its CLIPs at less
-        passes.append(_pass_bytes(network, limit + image_tokens))
+        passes.append(_pass_bytes(network, family.text.inputs_of_pass(role, limit + image_tokens)))
 
     resident = resident_layers(sizes, offload, None if card_bytes is None else card_bytes - MARGIN_BYTES)
     weights = [size.on_device(resident.get(role, len(size.layers))) for role, size in sizes.items()]
@@ -95,9 +95,8 @@ def text_memory(
     )
 
 
-def _pass_bytes(network: nn.Module, num_tokens: int) -> int:
+def _pass_bytes(network: nn.Module, inputs: Mapping[str, Any]) -> int:
     memory = LiveMemory(without=tensors_of(network))
     with memory, CudaRules(None, count=memory.count), torch.inference_mode():
-        ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
-        network(input_ids=ids, output_hidden_states=True)
+        network(**inputs)
     return memory.peak_bytes

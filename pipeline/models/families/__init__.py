@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder, index_file, read_json
+from pipeline.models.families.anima import ANIMA
 from pipeline.models.families.aura_flow import AURA_FLOW
 from pipeline.models.families.bria_fibo import BRIA_FIBO
 from pipeline.models.families.bria_fibo2 import BRIA_FIBO2
@@ -57,6 +58,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     COGVIEW4,
     ERNIE_IMAGE,
     KREA2,
+    ANIMA,
     IDEOGRAM4,
     KANDINSKY5,
     BRIA_FIBO,

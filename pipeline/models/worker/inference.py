@@ -52,25 +52,31 @@ class PipelineDrawing:
 
         `denoiser` may include an adapter; None loads the base model's own. `dtype` is for loaded networks.
         """
-        kind = pipeline_class(self.family)
-        components = empty_components(kind)
-        del components["scheduler"]  # from_pretrained loads the base model's own
-
-        components["vae"] = self.vae.load(dtype, device)
-        components[self.family.spec.denoiser_name] = (
-            denoiser if denoiser is not None else self.denoiser.load(dtype, device)
-        )
-        components |= self.further_components()
-        options = self.family.spec.pipeline_options(self.family.model)
-        pipeline = kind.from_pretrained(
-            self.family.model.path, **{**components, **options}, local_files_only=True
-        )
+        components: dict[str, Any] = {
+            "vae": self.vae.load(dtype, device),
+            self.family.spec.denoiser_name: (
+                denoiser if denoiser is not None else self.denoiser.load(dtype, device)
+            ),
+        }
+        pipeline = self.assemble(components)
         pipeline.set_progress_bar_config(disable=True)
 
         # Under autocast, SDXL's VAE would overflow and decode to black.
         for method in ("encode", "decode"):
             _call_without_autocast(components["vae"], method)
         return pipeline
+
+    def assemble(self, components: Mapping[str, Any]) -> Any:
+        """Return the pipeline with these components and the base model's scheduler."""
+        kind = pipeline_class(self.family)
+        empty = empty_components(kind)
+        del empty["scheduler"]  # from_pretrained loads the base model's own
+        options = self.family.spec.pipeline_options(self.family.model)
+        return kind.from_pretrained(
+            self.family.model.path,
+            **{**empty, **components, **self.further_components(), **options},
+            local_files_only=True,
+        )
 
     def further_components(self) -> dict[str, Any]:
         """Return components that the pipeline's constructor requires; most pipelines require no others."""
@@ -113,16 +119,20 @@ class PipelineDrawing:
         if guidance_scale is None:
             guidance_scale = self.family.spec.guidance_scale
         self.allow_size(pipeline, settings.size)
-        pictures, *_ = pipeline(
+        arguments = {
             **self.text.prompt_arguments(pipeline, prompt, negative),
             **self.text.guidance_arguments(guidance_scale),
             **self.size_arguments(settings.size),
             **({"image": list(references)} if references else {}),
-            num_inference_steps=settings.steps,
-            generator=torch.Generator("cpu").manual_seed(settings.seed),
-            return_dict=False,
-        )
-        return pictures[0]
+            "num_inference_steps": settings.steps,
+            "generator": torch.Generator("cpu").manual_seed(settings.seed),
+        }
+        return self.call(pipeline, arguments)[0]
+
+    def call(self, pipeline: Any, arguments: Mapping[str, Any]) -> Sequence[Image.Image]:
+        """Return the pictures that the pipeline draws with these arguments."""
+        pictures, *_ = pipeline(**arguments, return_dict=False)
+        return pictures
 
 
 def _on_device(value: Any, weight: Tensor) -> Any:

@@ -113,7 +113,6 @@ class TextConditioner(ABC):
 
         `dtype` is one for all encoders, or "auto" for `Family.text_compute_dtypes`.
         """
-        kind = pipeline_class(self.family)
         dtypes = self.family.text_compute_dtypes(dtype)
         roles = self.family.text_roles()
         encoders = {
@@ -122,10 +121,21 @@ class TextConditioner(ABC):
             if not is_tokenizer(role)
         }
         place_encoders(encoders, torch.device(device), offload)
-        components = empty_components(kind) | {
+        components = {
             role: self.load_tokenizer(role) if is_tokenizer(role) else encoders[role][0] for role in roles
         }
-        return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
+        return self.assemble(components)
+
+    def assemble(self, components: Mapping[str, Any]) -> Any:
+        """Return the pipeline with only these components; `embed` gets it as `encoders`."""
+        kind = pipeline_class(self.family)
+        options = self.family.spec.pipeline_options(self.family.model)
+        return kind(**{**empty_components(kind), **components, **options})
+
+    def inputs_of_pass(self, role: str, num_tokens: int) -> dict[str, Any]:
+        """Return the arguments of a text encoder's forward pass for one caption, on the meta device."""
+        ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
+        return {"input_ids": ids, "output_hidden_states": True}
 
     def load_tokenizer(self, role: str) -> Any:
         """Return the tokenizer, or the processor, that the pipeline's constructor takes as `role`."""

@@ -16,6 +16,7 @@ from pipeline.errors import ModelError
 from pipeline.models.convert.header import read_header
 from pipeline.models.diffusers_folder import (
     ModelFolder,
+    index_file,
     read_json,
     require_whole,
     tokenizer_files,
@@ -45,6 +46,29 @@ def test_safetensors_are_preferred_and_variants_are_used_only_without_other_file
     assert chosen_files() == (None, ["pytorch_model.bin"])
     touch(tmp_path, "model.safetensors")
     assert chosen_files() == (None, ["model.safetensors"])
+
+
+def test_a_modular_index_names_the_components_that_it_says_how_to_load(tmp_path: Path) -> None:
+    hint = {"pretrained_model_name_or_path": "someone/model", "type_hint": ["transformers", "Qwen3Model"]}
+    index = {
+        "_class_name": "AnimaModularPipeline",
+        "text_encoder": [None, None, hint],  # saved before it was loaded
+        "vae": [
+            "diffusers",
+            "AutoencoderKLQwenImage",
+            {"type_hint": ["diffusers", "AutoencoderKLQwenImage"]},
+        ],
+        "image_encoder": [None, None, {"type_hint": [None, None]}],
+    }
+    (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
+    model = ModelFolder(tmp_path)
+    assert model.index["text_encoder"] == ["transformers", "Qwen3Model"]
+    roles = ("text_encoder", "vae", "image_encoder", "other")
+    assert [model.has(role) for role in roles] == [True, True, False, False]
+
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "UsualPipeline"}))
+    assert index_file(tmp_path).name == "model_index.json"
+    assert ModelFolder(tmp_path).index == {"_class_name": "UsualPipeline"}
 
 
 def test_shards_of_a_variant_come_with_their_index(tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def test_the_recipes_of_this_repository_load():
         "edits_flux_kontext",
         "edits_qwen_image21",
         "edits_qwen_image_edit",
+        "flowers_anima",
         "flowers_aura_flow",
         "flowers_bria_fibo",
         "flowers_bria_fibo2",

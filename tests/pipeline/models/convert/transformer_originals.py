@@ -338,3 +338,29 @@ TRANSFORMERS: dict[str, Callable[[Path], State]] = {
     "Krea 2": krea2,
 }
 """Function that returns the original weights, for each kind that diffusers converts at any width."""
+
+
+def anima(folder: Path) -> State:
+    """Return the weights of Anima's transformer in CircleStone Labs' layout, without the text conditioner."""
+    pairs = {
+        "transformer_blocks.": "blocks.",
+        "attn1.": "self_attn.",
+        "attn2.": "cross_attn.",
+        "to_out.0": "output_proj",
+        ".to_q": ".q_proj",
+        ".to_k": ".k_proj",
+        ".to_v": ".v_proj",
+        ".norm_q": ".q_norm",
+        ".norm_k": ".k_norm",
+        ".norm1.linear_": ".adaln_modulation_self_attn.",
+        ".norm2.linear_": ".adaln_modulation_cross_attn.",
+        ".norm3.linear_": ".adaln_modulation_mlp.",
+        "ff.net.0.proj": "mlp.layer1",
+        "ff.net.2": "mlp.layer2",
+        "norm_out.linear_": "final_layer.adaln_modulation.",
+        "time_embed.t_embedder": "t_embedder.1",
+        "time_embed.norm": "t_embedding_norm",
+        "patch_embed.proj": "x_embedder.proj.1",
+    }
+    state = {rename(name, {"proj_out": "final_layer.linear"}): each for name, each in weights(folder).items()}
+    return {replace_all(name, pairs): tensor for name, tensor in state.items()}

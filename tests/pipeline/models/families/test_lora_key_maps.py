@@ -19,6 +19,7 @@ from pipeline.errors import FamilyError
 from pipeline.models.families import Family, Layer, detect
 from tests.pipeline.models.convert.state_dicts import State, weights
 from tests.pipeline.models.convert.transformer_originals import (
+    anima,
     flux,
     ideogram4,
     krea2,
@@ -72,6 +73,7 @@ NAMES: dict[str, Names] = {
     "CogView4": Names(weights, weights),
     "ERNIE-Image": Names(weights, weights, UNET_PREFIX),
     "Krea 2": Names(krea2, krea2, UNET_PREFIX),
+    "Anima": Names(anima, anima, UNET_PREFIX),
     "Ideogram 4": Names(ideogram4, None),
     "Kandinsky 5 (image)": Names(weights, weights),
     "Bria FIBO": Names(weights, weights),
@@ -104,6 +106,7 @@ MODULES_BY_DEFAULT = {
     "CogView4": (8, "bcb0a6a8"),
     "ERNIE-Image": (14, "8f369dc6"),
     "Krea 2": (32, "625df6be"),
+    "Anima": (20, "8d21bb81"),
     "Ideogram 4": (14, "5e723d59"),
     "Kandinsky 5 (image)": (26, "2fad8b56"),
     "Bria FIBO": (34, "3ede5c85"),

@@ -26,6 +26,7 @@ KINDS = [
     "Qwen-Image",  # Qwen2.5-VL
     "FLUX.1 dev",  # CLIP and T5
     "Z-Image",  # Qwen3
+    "Anima",  # a Qwen3 and a text conditioner
     "HiDream",  # two CLIPs, T5 and Llama
     pytest.param("Sana", marks=pytest.mark.slow),  # Gemma 2
     pytest.param("AuraFlow", marks=pytest.mark.slow),  # UMT5

@@ -37,7 +37,15 @@ from tests.tensor_differences import differing_tensors
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
-FAMILIES = ["Stable Diffusion XL", "Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Z-Image", "Chroma", "HiDream"]
+FAMILIES = [
+    "Stable Diffusion XL",
+    "Stable Diffusion 3 and 3.5",
+    "FLUX.1 dev",
+    "Z-Image",
+    "Chroma",
+    "HiDream",
+    "Anima",
+]
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"

@@ -88,7 +88,10 @@ def test_a_run_killed_between_two_copies_resumes_to_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Chroma"])
+@pytest.mark.parametrize(
+    ("kind", "num_slots"),
+    [("Stable Diffusion 3 and 3.5", 2), ("FLUX.1 dev", 2), ("Chroma", 2), ("Anima", 1)],
+)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 def test_a_killed_run_of_each_family_resumes_to_the_same_bits(
     make_project: Callable[..., Project],
@@ -96,13 +99,14 @@ def test_a_killed_run_of_each_family_resumes_to_the_same_bits(
     tmp_path: Path,
     tiny_bases: dict[str, Path],
     kind: str,
+    num_slots: int,
     checkpointing: bool,
 ) -> None:
     TINY[kind](tmp_path / "base")
     tiny_bases[kind] = tmp_path / "base"
     project = project_of(make_project, prediction=kind, gradient_checkpointing=checkpointing)
     for copies in (0, 1):
-        kill_and_compare(project, monkeypatch, copies, num_slots=2)
+        kill_and_compare(project, monkeypatch, copies, num_slots)
 
 
 @pytest.mark.slow
