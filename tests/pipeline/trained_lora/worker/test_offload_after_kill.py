@@ -98,6 +98,7 @@ def test_a_killed_run_of_each_family_resumes_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     tiny_bases: dict[str, Path],
+    *,
     kind: str,
     num_slots: int,
     checkpointing: bool,
