@@ -34,6 +34,7 @@ def build_raw_images(recipe: Recipe, location: Location) -> AssetsDefinition:
         from pipeline.raw_images.stage import scan
         from pipeline.raw_images.walk import require_folders
         from pipeline.storage.tables import Tables
+        from pipeline.trained_lora.context_file import require_context_file
         from pipeline.trained_lora.start_file import require_start_file
         from pipeline.trained_lora.supported_settings import require_supported_settings
 
@@ -47,6 +48,7 @@ def build_raw_images(recipe: Recipe, location: Location) -> AssetsDefinition:
             trained = with_overrides(recipe, training_overrides(context.run.run_config, recipe))
             require_supported_settings(trained)
             require_start_file(trained)
+            require_context_file(trained)
             for dataset in recipe.datasets:
                 require_folders(dataset)
             result = scan(recipe, Tables(recipe.output_dir, log=run_log(context)), log=run_log(context))

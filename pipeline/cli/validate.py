@@ -32,6 +32,7 @@ from pipeline.recipe.deployment import (
 from pipeline.recipe.errors import combined_error
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
+from pipeline.trained_lora.context_file import require_context_file
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.supported_settings import require_supported_settings, training_warnings
 
@@ -114,6 +115,7 @@ def check_settings(recipe: Recipe, *more_checks: Callable[[], None]) -> None:
         require_training_settings,
         require_supported_settings,
         require_start_file,
+        require_context_file,
     )
     for check in (*(partial(each, recipe) for each in checks), *more_checks):
         try:

@@ -56,6 +56,7 @@ from pipeline.storage.tables import Tables, selected
 from pipeline.text_embeddings.caption_rows import text_rows
 from pipeline.text_embeddings.checks import caption_warnings
 from pipeline.text_embeddings.stage import needed_texts
+from pipeline.trained_lora.context_file import require_context_file
 from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.supported_settings import require_supported_settings
 from pipeline.vae_latents.checks import cropped_masks
@@ -162,6 +163,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     require_training_settings(recipe)
     require_supported_settings(recipe)
     require_start_file(recipe)
+    require_context_file(recipe)
 
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)

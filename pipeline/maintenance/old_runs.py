@@ -220,25 +220,31 @@ def published_reason(folder: Path) -> str:
 
 
 def _start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
-    """Return the files that recipes and runs in training start from, each with the name of its user."""
+    """Return the LoRA files that recipes and runs in training read, each with its key and its user."""
     named = [
-        (recipe.training.lora.start_from, recipe.name)
+        (file, f"{key} of {recipe.name}")
         for recipe in recipes
-        if recipe.training.lora.start_from is not None
+        for key, file in (
+            ("start_from", recipe.training.lora.start_from),
+            ("context_lora", recipe.model.context_lora and recipe.model.context_lora.path),
+        )
+        if file is not None
     ]
     for run in runs:
         if is_being_trained(RunLayout(run.folder)):
-            training = read_record(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
-            if start := training.get("lora", {}).get("start_from"):
-                named.append((Path(start), f"run {run.folder.name}"))
+            recipe = read_record(run.folder / JOB_FILE).get("recipe", {})
+            if start := recipe.get("training", {}).get("lora", {}).get("start_from"):
+                named.append((Path(start), f"start_from of run {run.folder.name}"))
+            if context := recipe.get("model", {}).get("context_lora"):
+                named.append((Path(context["path"]), f"context_lora of run {run.folder.name}"))
 
-    # Resolved on both sides, because `start_from` may lead through a link to the run.
-    return [(file.resolve(), user) for file, user in named]
+    # Resolved on both sides, because a path may lead through a link to the run.
+    return [(file.resolve(), use) for file, use in named]
 
 
 def _start_reason(folder: Path, starts: Iterable[tuple[Path, str]]) -> str:
     folder = folder.resolve()
-    return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
+    return next((use for file, use in starts if file.is_relative_to(folder)), "")
 
 
 def _state(layout: RunLayout) -> str:

@@ -1,10 +1,11 @@
-"""Path isolation of a recipe: its datasets, side inputs, `start_from`, cache_dir and output_dir."""
+"""Path isolation of a recipe: its datasets, side inputs, LoRA files, cache_dir and output_dir."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,24 @@ if TYPE_CHECKING:
 
 START_KEY = "training.lora.start_from"
 
+CONTEXT_KEY = "model.context_lora.path"
+
 # Without `runs`, because no run replaces the folder of another one.
 REPLACED_FOLDERS = ("lora", "tables", "reports")
 """Folders in output_dir with files that runs replace."""
 
 
 def check_isolation(recipe: Recipe) -> list[PathConflict]:
-    """Return every conflict among the recipe's datasets, `start_from`, cache_dir and output_dir.
+    """Return every conflict among the recipe's datasets, LoRA files, cache_dir and output_dir.
 
-    Two datasets may contain one another, and `start_from` may be in a dataset. The folders need not exist.
+    LoRA files are `start_from` and `context_lora`. Two datasets may contain one another, and a LoRA file may
+    be in a dataset. The folders need not exist.
     """
     conflicts = isolation.check_isolation(_inputs(recipe), _outputs(recipe))
-    return [*conflicts, *_start_conflicts(recipe)]
+    context = recipe.model.context_lora
+    files = ((START_KEY, recipe.training.lora.start_from), (CONTEXT_KEY, context and context.path))
+    lora_conflicts = [_lora_conflicts(recipe, key, file) for key, file in files if file is not None]
+    return [*conflicts, *chain.from_iterable(lora_conflicts)]
 
 
 def require_isolation(recipe: Recipe) -> None:
@@ -89,22 +96,18 @@ def _outputs(recipe: Recipe) -> list[NamedPath]:
     return outputs
 
 
-def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
-    start = recipe.training.lora.start_from
-    if start is None:
-        return []
-
-    named_start = NamedPath(START_KEY, START_KEY, start)
-    with_cache = isolation.compare_paths(named_start, NamedPath("cache_dir", "cache_dir", recipe.cache_dir))
+def _lora_conflicts(recipe: Recipe, key: str, file: Path) -> list[PathConflict]:
+    named_file = NamedPath(key, key, file)
+    with_cache = isolation.compare_paths(named_file, NamedPath("cache_dir", "cache_dir", recipe.cache_dir))
     conflicts = [] if with_cache is None else [with_cache]
 
-    advice = f"set {START_KEY} to {_lasting_file(recipe, start)}, which no later run replaces"
+    advice = f"set {key} to {_lasting_file(recipe, file)}, which no later run replaces"
 
     # Other files in output_dir are accepted, so that a recipe can continue from one of its own runs.
     for name in REPLACED_FOLDERS:
         label = f"{name}/ of output_dir, which runs replace"
         replaced = NamedPath(label, "output_dir", recipe.output_dir / name)
-        if conflict := isolation.compare_paths(named_start, replaced):
+        if conflict := isolation.compare_paths(named_file, replaced):
             conflicts.append(dataclasses.replace(conflict, advice=advice))
     return conflicts
 

@@ -322,7 +322,8 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     values.setdefault("cache_dir", str(Recipe.model_fields["cache_dir"].default))
     lora = values.get("training", {}).get("lora", {})
 
-    path_keys = [(values, "cache_dir"), (values, "output_dir"), (lora, "start_from")]
+    context = values["model"].get("context_lora") or {}
+    path_keys = [(values, "cache_dir"), (values, "output_dir"), (lora, "start_from"), (context, "path")]
     path_keys += [(dataset, key) for dataset in values["datasets"] for key in ("path", "images")]
     path_keys += [
         (section, "path") for dataset in values["datasets"] for _, section in side_input_sections(dataset)

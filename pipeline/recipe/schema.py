@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from pipeline.recipe import dataset_rules
 from pipeline.recipe.buckets import BucketSettings
@@ -30,6 +30,7 @@ from pipeline.recipe.validators import (
     OutputFolder,
     check_gate,
     check_owner,
+    check_path,
     check_timezone,
     check_warning,
 )
@@ -87,6 +88,18 @@ class ComponentSources(Settings):
         return dict(self.__pydantic_extra__)
 
 
+class ContextLoraSettings(Settings):
+    """A frozen LoRA that is part of the base model."""
+
+    path: Annotated[Path, BeforeValidator(check_path)] = Field(
+        description="LoRA file of the denoiser alone, in a layout that diffusers can load. Relative to the "
+        "project root."
+    )
+    scale: float = Field(
+        default=1.0, gt=0.0, description="Factor of its effect, as the strength in other programs."
+    )
+
+
 class ModelSettings(Settings):
     """Base model that the LoRA is trained for."""
 
@@ -116,6 +129,13 @@ class ModelSettings(Settings):
         "so that the trained LoRA keeps the distillation. A .safetensors file relative to the project root, "
         "or a Hub id, followed by the file's name if the repository has several.",
         examples=["ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors"],
+    )
+    context_lora: ContextLoraSettings | None = Field(
+        default=None,
+        description="A frozen LoRA that stays active next to the trained one: in training, validation, "
+        "previews, `latentline sample` and evaluations. So a character can be trained to fit a style. "
+        "Exported files do not contain it; load both. Excludes `training.lora.dora` and `kind: oft`, whose "
+        "effect depends on the weights below them.",
     )
     allow_pickle: bool = Field(
         default=False,
@@ -445,6 +465,8 @@ class RecipeFile(Settings):
                 for each in datasets
             ],
         )
+        if self.model.context_lora is not None:
+            yield from self._context_violations()
         if self.accelerate.shard:
             yield from shard_violations(self.accelerate.num_processes, self.training)
             if self.diagnosis is not None and self.diagnosis.captions:
@@ -454,6 +476,15 @@ class RecipeFile(Settings):
         if self.sweep is not None:
             yield from sweep_violations(self.sweep, [each.name for each in datasets], RecipeFile)
             yield from self._unmeasured_sweep()
+
+    def _context_violations(self) -> Iterator[Violation]:
+        # Programs that load both files apply them one after the other, and the result depends on the order.
+        lora = self.training.lora
+        for setting, value in (("lora.dora: true", lora.dora), ("lora.kind: oft", lora.kind == "oft")):
+            if value:
+                what = f"model.context_lora cannot be combined with training.{setting}"
+                fix = "remove model.context_lora, or train a plain LoRA"
+                yield Violation("model.context_lora", what, fix, involves=("model", "training"))
 
     def _unmeasured_sweep(self) -> Iterator[Violation]:
         if self.sweep is None:

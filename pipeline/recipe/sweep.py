@@ -19,9 +19,9 @@ SWEPT_SECTIONS = ("datasets", "model", "buckets", "latents", "text", "training")
 variants share because it decides how their processes are launched."""
 
 PATHS = ("datasets.name", "datasets.path", "datasets.images", "datasets.mask.path", "datasets.references")
-"""Names and paths of datasets, and with `training.lora.start_from` all paths in these sections."""
+"""Names and paths of datasets, and with `_NOT_SWEPT` all paths in these sections."""
 
-_NOT_SWEPT = (*PATHS, "training.lora.start_from")
+_NOT_SWEPT = (*PATHS, "training.lora.start_from", "model.context_lora.path")
 
 DATASETS = "datasets"
 

@@ -46,6 +46,7 @@ KEYS = {
         "datasets.captions.examples.image",
         "training.sample_prompts.references",
         "training.lora.start_from",
+        "model.context_lora.path",
         "evaluation.prompts.references",
     ],
     "reads a path or the Hub": [
@@ -71,6 +72,7 @@ KEYS = {
     ],
     "none": [
         "owners",
+        "model.context_lora.scale",
         *_keys(
             "datasets",
             "name path_column focus_columns limit repeats weight role slider loss_weight resolution "

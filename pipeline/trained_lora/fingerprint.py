@@ -16,6 +16,7 @@ from pipeline.models.training_adapter import resolve_training_adapter
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.atomic import write_text
 from pipeline.storage.regular_files import file_sha256
+from pipeline.trained_lora.context_file import context_facts
 from pipeline.trained_lora.inputs import IDENTITY, when_exhausted
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
@@ -156,7 +157,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
     ordered by name.
 
     Raises:
-        TrainingError: The LoRA in `start_from` cannot be read.
+        TrainingError: The LoRA in `start_from` or `context_lora` cannot be read.
         ModelError: The training adapter is missing, or cannot be downloaded.
     """
     facts: Facts = {
@@ -168,6 +169,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "family": entries.family.spec.name,
             "denoiser": entries.fingerprint("denoiser"),
             **_training_adapter(recipe),
+            **context_facts(recipe),
         },
         "plan": _mix(recipe, inputs),
         "loss": _loss(recipe, entries.family),

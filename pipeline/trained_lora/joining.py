@@ -68,6 +68,8 @@ def _needed(job: dict[str, Any]) -> Iterator[tuple[str, Path]]:
         yield f"the {role}", Path(folder)
     if job.get("training_adapter"):
         yield "the training adapter", Path(job["training_adapter"])
+    if context := job["recipe"].get("model", {}).get("context_lora"):
+        yield "the context LoRA", Path(context["path"])
     cache_dir: str = job["recipe"]["cache_dir"]
 
     # A cache at an address is opened by the worker itself.

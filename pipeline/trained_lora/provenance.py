@@ -57,6 +57,7 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
             },
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
             **_training_adapter(recipe, facts),
+            **_context_lora(recipe, facts),
             # For the model card, which may be written where the base model is not available.
             **({FORCES_ZEROS: True} if entries.family.forces_zeros else {}),
             **({LOSES_ZERO_SNR: True} if entries.family.loses_zero_snr else {}),
@@ -90,6 +91,14 @@ def _training_adapter(recipe: Recipe, facts: Facts) -> dict[str, Any]:
         return {}
     digest = facts["model"]["training_adapter"]
     return {"training_adapter": {"name": shareable_path(name), "sha256": digest}}
+
+
+def _context_lora(recipe: Recipe, facts: Facts) -> dict[str, Any]:
+    context = recipe.model.context_lora
+    if context is None:
+        return {}
+    name = shareable_path(str(context.path))
+    return {"context_lora": {"name": name, **facts["model"]["context_lora"]}}
 
 
 def _samples_record(table: pl.DataFrame) -> dict[str, Any]:

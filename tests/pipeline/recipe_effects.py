@@ -94,6 +94,12 @@ EFFECTS: dict[str, Effect] = {
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
     "model.base": Effect({"model": {"base": "@other_base@"}}, latents=True, text=True, run=True),
     "model.training_adapter": Effect({"model": {"training_adapter": "@lora_file@"}}, run=True),
+    "model.context_lora.path": Effect({"model": {"context_lora": {"path": "@lora_file@"}}}, run=True),
+    "model.context_lora.scale": Effect(
+        {"model": {"context_lora": {"path": "@lora_file@", "scale": 0.5}}},
+        run=True,
+        context={"model": {"context_lora": {"path": "@lora_file@"}}},
+    ),
     "model.components": Effect({"model": {"components": {"vae": "@other_base@"}}}, latents=True, run=True),
     "buckets.resolution": _latents("buckets", "resolution", 96),
     "buckets.resolutions": _latents("buckets", "resolutions", [64, 96]),

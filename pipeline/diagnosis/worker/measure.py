@@ -28,7 +28,7 @@ from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob, recipe_from_json
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.prompts import entry_from_json
-from pipeline.trained_lora.worker.base_model import load_base
+from pipeline.trained_lora.worker.context_lora import load_base_with_context
 from pipeline.trained_lora.worker.distributed import make_accelerator
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loss import sample_losses
@@ -44,7 +44,7 @@ _LEVEL_DIGITS = 4
 
 
 class BaseLosses:
-    """The base model of a recipe, without any adapter."""
+    """The base model of a recipe, without any adapter but its context LoRA."""
 
     def __init__(self, recipe: Recipe, base: Path, component_folders: Mapping[str, Path]) -> None:
         """Load the base model.
@@ -59,7 +59,8 @@ class BaseLosses:
             recipe.accelerate, mixed_precision=precision, find_unused_parameters=False
         )
         resident = resident_blocks(self._family, recipe, least_free_bytes(self._accelerator.device))
-        denoiser = load_base(self._family, resident.applied(recipe), str(self._accelerator.device))
+        device = str(self._accelerator.device)
+        denoiser = load_base_with_context(self._family, resident.applied(recipe), device)
         # Mixed precision then returns float32, as in training.
         self._denoiser = self._accelerator.prepare_model(denoiser, evaluation_mode=True)
 

@@ -164,6 +164,7 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
     return [
         ("base model", model["base"]),
         *((f"its {role}", path) for role, path in model.get("components", {}).items()),
+        *_context_rows(model),
         ("images", f"{record['samples']['number']} in training"),
         ("steps", f"{steps_text}, {batch}"),
         *_continued_rows(record),
@@ -174,6 +175,15 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         ("resolution", _resolution_text(recipe["buckets"])),
         *_dataset_rows(recipe),
         ("seed", str(training["seed"])),
+    ]
+
+
+def _context_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    context = model.get("context_lora")
+    if context is None:
+        return []
+    return [
+        ("trained together with", f"{context['name']} at strength {context['scale']:g}, not in this file")
     ]
 
 

@@ -14,6 +14,7 @@ from pipeline.outputs.folder import outputs_of
 from pipeline.recipe import PreviewPrompt
 from pipeline.recipe.isolation import require_separate_folder
 from pipeline.recipe.schema import PLACEHOLDER_FIX
+from pipeline.trained_lora.context_file import require_same_context
 from pipeline.trained_lora.export.earlier_step import exportable_run
 from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
 from pipeline.trained_lora.pictures.choice import Steps, choose_file, choose_loras
@@ -132,6 +133,7 @@ def trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Promp
         # The run's folder may have been deleted after its LoRA was published.
         if file.is_file():
             trained, previews = read_recipe_and_prompts(file)
+            require_same_context(trained, RunLayout(file.parent))
 
     update = {
         "name": recipe.name,

@@ -29,9 +29,10 @@ from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.timestep_ranks import TimestepRanks
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.adapter.weight_norms import WeightNormLimit
-from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
+from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.compiled import require_compiler
+from pipeline.trained_lora.worker.context_lora import load_base_with_context
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
@@ -207,7 +208,9 @@ class Engine:
 
         # The free memory is measured before the base model takes any.
         self.resident = resident_blocks(family, job.recipe, least_free_bytes(self.accelerator.device))
-        self.denoiser = self._add_adapter(load_base(family, self.resident.applied(job.recipe), device), begin)
+        self.denoiser = self._add_adapter(
+            load_base_with_context(family, self.resident.applied(job.recipe), device), begin
+        )
         ranks = lora.timestep_ranks
         self._timestep_ranks = None if ranks is None else TimestepRanks(self.denoiser, ranks)
         if lora.text_encoders is not None:

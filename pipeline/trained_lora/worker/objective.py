@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import TrainingSettings
+    from pipeline.trained_lora.worker.frozen_lora import FrozenLora
     from pipeline.trained_lora.worker.text_encoders import TextEncoders
-    from pipeline.trained_lora.worker.training_adapter import TrainingAdapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Objective:
     joint_model: nn.Module
     text: TextEncoders | None
     networks: Networks
-    training_adapter: TrainingAdapter
+    training_adapter: FrozenLora
     always_predicts_base: bool
 
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:

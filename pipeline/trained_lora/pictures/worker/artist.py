@@ -39,7 +39,7 @@ from pipeline.trained_lora.pictures.worker.file_adapter import adapts_text_encod
 from pipeline.trained_lora.previews import PROMPT_KEY, number_text
 from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
-from pipeline.trained_lora.worker.base_model import load_base
+from pipeline.trained_lora.worker.context_lora import load_base_with_context
 from pipeline.trained_lora.worker.distributed import make_accelerator
 from pipeline.trained_lora.worker.draw_previews import (
     load_drawing_pipeline,
@@ -110,7 +110,7 @@ class Artist:
         self._texts = {} if has_text else prompt_texts(job, device, report, scratch=scratch)
         report.phase(f"loading the {'UNet' if self._family.spec.denoiser_name == 'unet' else 'transformer'}")
         resident = resident_blocks(self._family, job.recipe, least_free_bytes(self._accelerator.device))
-        self._denoiser = load_base(self._family, resident.applied(job.recipe), device)
+        self._denoiser = load_base_with_context(self._family, resident.applied(job.recipe), device)
         self._text: TextEncoders | None = None
         if has_text:
             report.phase("loading the text encoders")
