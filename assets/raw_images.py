@@ -50,7 +50,7 @@ def build_raw_images(recipe: Recipe, location: Location) -> AssetsDefinition:
             require_start_file(trained)
             require_context_file(trained)
             for dataset in recipe.datasets:
-                require_folders(dataset)
+                require_folders(dataset, packed=recipe.packed.get(dataset.name))
             result = scan(recipe, Tables(recipe.output_dir, log=run_log(context)), log=run_log(context))
             return publish(recipe, "raw_images", result, log=run_log(context))
 

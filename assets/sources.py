@@ -83,7 +83,13 @@ class SourceModel(NamedTuple):
 
 def watched_addresses(recipe: Recipe) -> list[Address]:
     """Return every folder and manifest that shows changes of the datasets and their side inputs."""
-    addresses = [path for dataset in recipe.datasets for path in (dataset.root, dataset.path)]
+    addresses = [
+        path
+        for dataset in recipe.datasets
+        for path in (
+            (recipe.packed[dataset.name],) if dataset.name in recipe.packed else (dataset.root, dataset.path)
+        )
+    ]
     side_inputs = [each.settings.path for dataset in recipe.datasets for each in dataset.side_inputs]
     return list(dict.fromkeys([*addresses, *(path for path in side_inputs if path is not None)]))
 

@@ -70,6 +70,9 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
 }
 """Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
 
+_READS_SHARDS = ("captions", "validated_dataset", "vae_latents", "text_embeddings")
+"""Assets other than raw_images that read images or captions, which may be in shards."""
+
 _NOT_SCANNED: dict[str, Any] = {
     **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
     **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
@@ -222,10 +225,19 @@ def run_step(
             _page_written(recipe, asset, log=log),
         ):
             if is_selected:
+                if recipe.packed and asset in _READS_SHARDS:
+                    _unpack(recipe, asset, log)
                 yield materialize()
             # Not earlier: the UI would name the materialization of the run before as the target of the check.
             yield from path_isolation_results(context, None)
             yield from check_results(context, recipe, asset, run_checks)
+
+
+def _unpack(recipe: Recipe, asset: str, log: Log) -> None:
+    from pipeline.raw_images.shards import unpack_shards
+
+    # raw_images has unpacked them, but perhaps on another machine.
+    unpack_shards(recipe, log=log, only_new=asset != "validated_dataset")
 
 
 @contextmanager

@@ -72,7 +72,10 @@ def _check(recipe: Recipe) -> dict[str, Any]:
     limit = recipe.checks.max_file_bytes
     check_settings(
         recipe,
-        *(partial(require_readable, dataset, max_file_bytes=limit) for dataset in recipe.datasets),
+        *(
+            partial(require_readable, each, packed=recipe.packed.get(each.name), max_file_bytes=limit)
+            for each in recipe.datasets
+        ),
     )
     datasets = counted(len(recipe.datasets), "dataset")
     echo(f"{recipe.source}: valid; {datasets}, output in {recipe.registered_output}")
@@ -83,7 +86,10 @@ def _check(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "file": recipe.source,
-        "datasets": {each.name: without_secrets(str(each.root)) for each in recipe.datasets},
+        "datasets": {
+            each.name: without_secrets(str(recipe.packed.get(each.name, each.root)))
+            for each in recipe.datasets
+        },
         "output_dir": recipe.registered_output,
         "warnings": [*warnings],
     }

@@ -157,7 +157,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     check_local_base(recipe)
     check_training_adapter(recipe)
     for dataset in recipe.datasets:
-        require_folders(dataset)
+        require_folders(dataset, packed=recipe.packed.get(dataset.name))
     require_preview_prompts(recipe)
     require_references(recipe)
     require_training_settings(recipe)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
@@ -18,9 +18,6 @@ from pipeline.reporting.findings import CheckContext, Finding, Outcome, findings
 from pipeline.reporting.outliers import outliers
 from pipeline.reporting.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.reporting.reports import Report
-
-if TYPE_CHECKING:
-    from pipeline.recipe import DatasetSettings
 
 STAGE = "raw_images"
 
@@ -77,7 +74,14 @@ def _images_found(
 
     # The table may be older than the recipe: a check can run without its asset.
     reports = report.get("datasets", {})
-    rows = [_empty_dataset_row(each, rejected, reports.get(each.name, {})) for each in empty_datasets]
+    rows = [
+        {
+            "dataset": each.name,
+            "searched": without_secrets(str(context.recipe.written_path(each))),
+            **_empty_dataset_numbers(each.name, rejected, reports.get(each.name, {})),
+        }
+        for each in empty_datasets
+    ]
     name = empty_datasets[0].name
     if reports and name not in reports:
         summary = f"dataset {name} has no images: it was added to the recipe after the last scan"
@@ -98,13 +102,9 @@ def _images_found(
     return Outcome(False, summary, fix, rows, numbers)
 
 
-def _empty_dataset_row(
-    settings: DatasetSettings, rejected: pl.DataFrame, report: Mapping[str, Any]
-) -> dict[str, Any]:
+def _empty_dataset_numbers(name: str, rejected: pl.DataFrame, report: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "dataset": settings.name,
-        "searched": without_secrets(str(settings.path)),
-        "rejected": len(rejected.filter(pl.col("dataset") == settings.name)),
+        "rejected": len(rejected.filter(pl.col("dataset") == name)),
         "passed_over": _format_counts(report.get("passed_over", {})),
         "other_suffixes": _format_counts(report.get("suffixes_of_no_images", {})),
     }

@@ -16,9 +16,12 @@ from stat import S_ISDIR
 from typing import Protocol, TypeAlias
 
 from pipeline.raw_images.folder import is_ignored
+from pipeline.raw_images.shard_list import list_shards
+from pipeline.recipe.packed import names_shards
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.remote_source import RemoteSource
+from pipeline.storage.source import LocalSource
 
 # An entry takes about 240 bytes.
 MAX_ENTRIES_IN_MEMORY = 500_000
@@ -121,6 +124,16 @@ class _Tree(Protocol):
 
 
 def _lines(address: Address, after: tuple[str, ...]) -> Iterator[_ListedFile]:
+    if names_shards(address):
+        # The sensor does not wait for a service that is away, because Dagster limits its time.
+        parent = address.parent
+        is_remote = isinstance(parent, Url)
+        source = RemoteSource(parent, repeat_requests=False) if is_remote else LocalSource(parent)
+        for name, stat in list_shards(source, address).items():
+            if (name,) > after:
+                yield (), name, f"{source.where(name)}\0{stat}\n".encode("utf-8", "surrogateescape")
+        return
+
     if isinstance(address, Url):
         if address.suffix.lower() not in MANIFEST_SUFFIXES:
             yield from _walk(_RemoteTree(address), after)

@@ -22,6 +22,7 @@ from pipeline.images.formats import ImageError, sniff
 from pipeline.log import Log
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_files, write_rejected_files
+from pipeline.raw_images.shards import unpack_shards
 from pipeline.raw_images.walk import WalkedDataset, walk_dataset
 from pipeline.reporting.rejections import count_by_reason, printable, rejection
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
@@ -57,9 +58,11 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     With `remember`, rejected files are stored for the next scan, and old temporary files are removed.
 
     Raises:
-        DatasetError: A dataset's folder is missing or cannot be listed.
+        DatasetError: A dataset's folder is missing or cannot be listed, or a shard cannot be unpacked.
+        StoreError: The disk has too little space for the images in shards.
     """
     stopwatch = Stopwatch()
+    unpack_shards(recipe, log=log)
     max_file_bytes = recipe.checks.max_file_bytes
     datasets = [walk_dataset(settings, log, max_file_bytes=max_file_bytes) for settings in recipe.datasets]
     files = pl.concat([dataset.images for dataset in datasets])
@@ -88,7 +91,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
         [unreadable, still_rejected.select(*REJECTED), rejected_files.select(*REJECTED)]
     ).sort("sample_id")
     report = {
-        **_report(datasets, table, rejected),
+        **_report(recipe, datasets, table, rejected),
         "read": len(new_files),
         "unchanged": len(unchanged),
         "rejected_unchanged": len(still_rejected),
@@ -180,7 +183,9 @@ def _stat(source: Source, file: Opened, listed: Stat) -> dict[str, int]:
     return dict(zip(STAT, source.stat_open(file, listed), strict=True))
 
 
-def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl.DataFrame) -> Report:
+def _report(
+    recipe: Recipe, datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl.DataFrame
+) -> Report:
     oddities = {
         "captions_without_image": _names((each.settings, each.orphan_captions) for each in datasets),
         "foreign_caches": _names((each.settings, each.walk.foreign_caches) for each in datasets),
@@ -201,7 +206,7 @@ def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl
         "suffixes_of_no_images": dict(suffixes.most_common(MAX_NAMED)),
         "datasets": {
             dataset.settings.name: {
-                "path": without_secrets(str(dataset.settings.path)),
+                "path": without_secrets(str(recipe.written_path(dataset.settings))),
                 "in": _num_found(dataset),
                 "suffixes_of_no_images": dict(dataset.walk.suffixes.most_common(MAX_NAMED)),
                 "passed_over": dict(sorted(dataset.walk.passed_over.items())),

@@ -27,12 +27,13 @@ from pipeline.raw_images.folder import (
 )
 from pipeline.raw_images.manifest import read_manifest, walk_manifest
 from pipeline.raw_images.scan_index import STAT
+from pipeline.raw_images.shard_list import list_shards
 from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
 from pipeline.reporting.rejections import printable, rejection
-from pipeline.storage.addresses import Url
+from pipeline.storage.addresses import Address, Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES
-from pipeline.storage.source import LocalSource, Source
+from pipeline.storage.source import DATASET_KEY, LocalSource, Source
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -59,19 +60,30 @@ class WalkedDataset:
     orphan_captions: list[str]
 
 
-def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def require_readable(
+    settings: DatasetSettings, *, packed: Address | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Raise DatasetError unless a dataset's manifest can be read, with all its columns, and all its folders.
 
-    Manifests and folders at an address are not checked.
+    `packed` is the address of its shards, which are only listed. Manifests, shards and folders at an address
+    are not checked.
     """
-    if settings.is_manifest and not isinstance(settings.path, Url):
+    if packed is not None and not isinstance(packed, Url):
+        list_shards(LocalSource(packed.parent), packed)
+    if packed is None and settings.is_manifest and not isinstance(settings.path, Url):
         read_manifest(settings, max_bytes=max_file_bytes)
-    require_folders(settings)
+    require_folders(settings, packed=packed)
 
 
-def require_folders(settings: DatasetSettings) -> None:
-    """Raise DatasetError unless the local folders of a dataset's images and side inputs can be listed."""
-    for key, folder in settings.folders.items():
+def require_folders(settings: DatasetSettings, *, packed: Address | None = None) -> None:
+    """Raise DatasetError unless the local folders of images, shards and side inputs can be listed."""
+    folders = settings.folders
+    if packed is not None:
+        # The folder of the unpacked images may not exist yet.
+        unpacked = settings.root
+        folders = {key: folder for key, folder in folders.items() if folder != unpacked}
+        folders[DATASET_KEY] = packed.parent
+    for key, folder in folders.items():
         if not isinstance(folder, Url):
             require_listable(folder, key)
 

@@ -90,7 +90,9 @@ class DatasetSettings(Settings):
     )
     path: RecipeAddress = Field(
         description="A folder, searched recursively, or a manifest: a .parquet, .jsonl or .csv file with one "
-        "row per image. Relative to the project root, or an fsspec address: s3://bucket/photos, gs://, "
+        "row per image; or WebDataset shards such as shards/train-*.tar, in which * stands for any "
+        "characters; or Parquet files with `image_column`. "
+        "Relative to the project root, or an fsspec address: s3://bucket/photos, gs://, "
         "https:// of a server that lists folders, or zip://photos::data/photos.zip. Remote services need "
         "their package (s3fs for s3://) and take credentials and options from their own configuration or "
         "from fsspec's environment variables (FSSPEC_S3_ENDPOINT_URL), never from a recipe."
@@ -105,6 +107,14 @@ class DatasetSettings(Settings):
         min_length=1,
         description="Column of image paths in the manifest: relative to `images`, or absolute paths inside "
         "it.",
+    )
+    image_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of images in the Parquet files that `path` names, such as data/train-*.parquet "
+        "of a dataset on the Hugging Face Hub: bytes, or a struct with the field bytes. The images are "
+        "unpacked once, to the scratch folder, and so are masks and references in a `column`. null means "
+        "that `path_column` names files.",
     )
     focus_columns: tuple[str, str] | None = Field(
         default=None,
@@ -302,6 +312,7 @@ class DatasetSettings(Settings):
         if len(set(self.resolutions)) < len(self.resolutions):
             yield Violation("resolutions", "duplicate value in resolutions", "remove one")
 
+        yield from self._packed_violations()
         if self.is_manifest:
             if self.exclude:
                 what = f"exclude requires a folder, got the manifest {self.path.name}"
@@ -322,6 +333,24 @@ class DatasetSettings(Settings):
                 what = f"{key} requires a manifest, got path {self.path.name or self.path}"
                 fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
                 yield Violation(key, what, fix, involves=("path", re.split(r"[.[]", key)[0]))
+
+    def _packed_violations(self) -> Iterator[Violation]:
+        path, default = self.path, DatasetSettings.model_fields["path_column"].default
+        is_parquet = path.suffix.lower() == ".parquet"
+        if self.image_column is None:
+            if is_parquet and "*" in path.name:
+                what = f"a path with * requires image_column or the suffix .tar, got {path.name}"
+                fix = "set image_column to the column of images, or path to one manifest"
+                yield Violation("path", what, fix, involves=("path", "image_column"))
+            return
+        if not is_parquet:
+            what = f"image_column requires Parquet files, got path {path.name or path}"
+            fix = "set path to these files, such as data/*.parquet, or remove image_column"
+            yield Violation("image_column", what, fix, involves=("path", "image_column"))
+        for key, is_used in {"images": self.images, "path_column": self.path_column != default}.items():
+            if is_used:
+                what = f"{key} cannot be used with image_column, because the images are in the Parquet files"
+                yield Violation(key, what, "remove one of them", involves=("image_column", key))
 
     def _prior_violations(self) -> Iterator[Violation]:
         captions, involves = self.captions, ("role", "captions")

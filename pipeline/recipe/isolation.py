@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.recipe.check_specs import ALL_SPECS
 from pipeline.recipe.datasets import SIDE_INPUT_KEYS
+from pipeline.recipe.packed import unpacked_folder
 from pipeline.storage import isolation
 from pipeline.storage.addresses import Url
 from pipeline.storage.isolation import NamedPath, PathConflict
@@ -63,8 +64,11 @@ def require_separate_folder(recipe: Recipe, key: str, folder: Path) -> None:
 
 
 def _inputs(recipe: Recipe) -> list[NamedPath]:
+    # The shards themselves and not their folder, because nothing else in it is read.
     datasets = [
-        NamedPath(f"dataset {dataset.name}", f"datasets[{index}].{dataset.root_key}", dataset.root)
+        NamedPath(f"dataset {dataset.name}", f"datasets[{index}].path", recipe.packed[dataset.name])
+        if dataset.name in recipe.packed
+        else NamedPath(f"dataset {dataset.name}", f"datasets[{index}].{dataset.root_key}", dataset.root)
         for index, dataset in enumerate(recipe.datasets)
     ]
 
@@ -93,6 +97,13 @@ def _outputs(recipe: Recipe) -> list[NamedPath]:
     ]
     if isinstance(recipe.output_address, Url):
         outputs.append(NamedPath("the working copy of output_dir", "scratch", recipe.output_dir))
+
+    # Datasets with the same shards share the folder.
+    folders = {str(unpacked_folder(each)): each for each in recipe.datasets if each.name in recipe.packed}
+    outputs += [
+        NamedPath(f"the folder of unpacked images of {each.name}", "scratch", Path(folder))
+        for folder, each in folders.items()
+    ]
     return outputs
 
 

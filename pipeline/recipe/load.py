@@ -18,6 +18,7 @@ from pipeline.errors import RecipeError, verb
 from pipeline.recipe.datasets import side_input_sections
 from pipeline.recipe.deployment import scratch_folder
 from pipeline.recipe.errors import RECIPE, Mistake, PlacedMistake, find_mistakes, recipe_error
+from pipeline.recipe.packed import unpack_into
 from pipeline.recipe.project import path_in_recipe, project_root
 from pipeline.recipe.schema import RecacheSettings, Recipe, name_mistake, valid_name
 from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
@@ -336,6 +337,8 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
         "output_dir": str(working_copy(name, output, project_root())),
         "output_address": values["output_dir"],
     }
+    packed = {each["name"]: unpack_into(each, scratch_folder(project_root())) for each in values["datasets"]}
+    values["packed_paths"] = [[name, str(path)] for name, path in packed.items() if path is not None]
     evaluation: dict[str, Any] = values.get("evaluation") or {}
     evaluated: Any = evaluation.get("prompts", [])
     prompts = values.get("training", {}).get("sample_prompts", [])

@@ -28,6 +28,7 @@ from pipeline.recipe.training import NumResidentBlocks, TrainingSettings, shard_
 from pipeline.recipe.validators import (
     FolderAddress,
     OutputFolder,
+    RecipeAddress,
     check_gate,
     check_owner,
     check_path,
@@ -517,6 +518,20 @@ class Recipe(RecipeFile):
         default_factory=lambda values: values["output_dir"],
         description="The file's output_dir. If it is an address, output_dir is the path of the working copy.",
     )
+    packed_paths: tuple[tuple[str, RecipeAddress], ...] = Field(
+        default=(),
+        description="Name and the file's path of each dataset with images in shards. Its path in `datasets` "
+        "is the folder or manifest to which raw_images unpacks them.",
+    )
+
+    @property
+    def packed(self) -> dict[str, Address]:
+        """Paths of the datasets with images in shards, as the file names them, by the dataset's name."""
+        return dict(self.packed_paths)
+
+    def written_path(self, dataset: DatasetSettings) -> Address:
+        """Return the path of a dataset as the recipe's file names it, for messages."""
+        return self.packed.get(dataset.name, dataset.path)
 
     @property
     def registered_output(self) -> Address:

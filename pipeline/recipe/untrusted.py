@@ -16,6 +16,7 @@ from pipeline.recipe.errors import Mistake
 from pipeline.recipe.evaluation import SCORERS
 from pipeline.recipe.keys import child
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
+from pipeline.recipe.packed import TAR
 from pipeline.recipe.settings import one_of
 from pipeline.recipe.sweep import plain_key
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
@@ -59,6 +60,7 @@ KEYS = {
     "reads and writes a path": ["cache_dir", "output_dir"],
     "leaves the project": [
         "datasets.follow_links",
+        "datasets.image_column",
         "training.trackers",
         "training.tracker_arguments",
     ],
@@ -246,7 +248,7 @@ def untrusted_mistakes(data: Mapping[str, Any], root: Path, *, cache_dir: str) -
 
     `cache_dir` is the default of that key.
     """
-    mistakes = list(_code_mistakes(data))
+    mistakes = [*_code_mistakes(data), *_packed_mistakes(data)]
     for key in (*KEYS["reads a path"], *KEYS["reads a path or the Hub"]):
         for path, value in _values(data, key):
             if (problem := _read_problem(value, root)) is not None:
@@ -303,6 +305,16 @@ def _code_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
     # A part of a file name or an address could lead out of the run's folder.
     for path, _ in _values(data, "training.tracker_arguments"):
         yield _refused(path, f"{dotted(path)} must not be set", "remove training.tracker_arguments")
+
+
+def _packed_mistakes(data: Mapping[str, Any]) -> Iterator[Mistake]:
+    # Their images are unpacked to the scratch folder, which is not one of the writable folders.
+    for path, _ in _values(data, "datasets.image_column"):
+        yield _refused(path, f"{dotted(path)} must not be set", "write the images to a folder")
+    for path, value in _values(data, "datasets.path"):
+        if Path(value).suffix.lower() == TAR:
+            what = f"{dotted(path)} must be a folder or a manifest, got {value}"
+            yield _refused(path, what, "unpack the archive to a folder")
 
 
 def _swept_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,7 @@ class RemoteSource(Source):
             archive = archive_version(url)
             self._files, base = open_url(url)
         except Exception as err:
-            raise _unreadable_error(url, err, key) from err
+            raise unreadable_error(url, err, key) from err
         self._base = base.rstrip("/")
         self._default_version = text_number(url if archive is None else f"{url}\0{archive[0]}")
         self._min_changed_ns = 0 if archive is None else archive[1]
@@ -159,6 +159,29 @@ class RemoteSource(Source):
         """Return the first `num_bytes` bytes of a file."""
         return self._read(path, MAX_BUFFERED_BYTES, start=0, end=num_bytes)[:num_bytes]
 
+    def read_parts(self, path: str, num_bytes: int) -> Iterator[bytes]:
+        """Yield the bytes of a large file in order; `num_bytes` is its listed size.
+
+        Each part is a request, which is repeated alone.
+
+        Raises:
+            RefusedFileError: See `Source.open`.
+            OSError: The file cannot be read, or has another size.
+        """
+        require_size(num_bytes, self.max_file_bytes)
+        if num_bytes <= MAX_BUFFERED_BYTES:
+            parts = iter([self.read(path, num_bytes)])
+        else:
+            size = MAX_BUFFERED_BYTES
+            starts = range(0, num_bytes, size)
+            parts = (self._read(path, size, start=at, end=min(at + size, num_bytes)) for at in starts)
+        num_read = 0
+        for part in parts:
+            num_read += len(part)
+            yield part
+        if num_read != num_bytes:
+            raise OSError(f"it has {num_read:,} bytes, but {num_bytes:,} were listed")
+
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
         """See `Source.stats`."""
         # One listing for each folder takes fewer requests than one stat for each file.
@@ -198,7 +221,7 @@ class RemoteSource(Source):
         try:
             return self._request(list_items)
         except Exception as err:
-            raise _unreadable_error(self.where(folder) if folder else self.address, err, self.key) from err
+            raise unreadable_error(self.where(folder) if folder else self.address, err, self.key) from err
 
     def _read(self, path: str, max_bytes: int, **limits: int) -> bytes:
         try:
@@ -300,7 +323,8 @@ def source_at(
     return LocalSource(address, max_file_bytes=max_file_bytes, follow_links=follow_links, key=key)
 
 
-def _unreadable_error(address: Address | str, err: Exception, key: str) -> DatasetError:
+def unreadable_error(address: Address | str, err: Exception, key: str = DATASET_KEY) -> DatasetError:
+    """Return fsspec's error about an address as an error with a fix; `key` is its key in the recipe."""
     text = " ".join(str(err).split()) or type(err).__name__
     is_dataset = key == DATASET_KEY
     subject = "the dataset address" if is_dataset else f"the address in {key}"

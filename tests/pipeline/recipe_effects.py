@@ -314,7 +314,10 @@ DECIDES_ROWS = {
         for key in all_keys()
         if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|drop_tags|replace|tagger|examples)$)", key)
     ),
-    *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
+    *(
+        f"datasets.{key}"
+        for key in ("name", "path", "images", "path_column", "image_column", "focus_columns")
+    ),
     *(f"datasets.mask.{key}" for key in ("path", "from", "column", "suffix")),
     *(f"datasets.references.{key}" for key in ("path", "column", "suffix", "resolution")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),

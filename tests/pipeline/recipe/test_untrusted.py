@@ -69,6 +69,8 @@ def write(folder: Path, text: str, name: str = "small") -> Path:
         ("data/photos", "list.csv", "datasets[0].path"),
         ("owner/name", ".cache/models", "model.base"),
         ("data/photos}", "data/photos, follow_links: true}", "datasets[0].follow_links"),
+        ("data/photos", "data/photos/a.tar", "datasets[0].path"),
+        ("data/photos}", "data/photos/a.parquet, image_column: image}", "datasets[0].image_column"),
         ("adamw}", "adamw, trackers: [tensorboard, wandb]}", "training.trackers[1]"),
         (
             "adamw}",
