@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import islice
 
 from dagster import (
     AssetCheckSeverity,
@@ -43,7 +44,13 @@ RETRY_WAIT_S, RETRY_POLL_S = 20.0, 1.0
 """Longest wait for a retry that is due, and pause. Dagster's daemon creates retries every 5 s."""
 
 _MAX_COMPARED = 100
-"""Maximum number of earlier runs in which the previous evaluations of checks are searched."""
+"""Maximum number of earlier runs, all of them with an asset in question, whose evaluations are read.
+
+A check that none of them has evaluated counts as new.
+"""
+
+_PAGE_RUNS = 100
+"""Number of runs that one query returns."""
 
 _MAX_NAMES = 3
 """Maximum number of names in a title."""
@@ -178,16 +185,11 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
     if not new:
         return None
 
-    # Only earlier runs: a later one may have ended before the sensor reads this one.
-    filters = RunsFilter(
-        job_name=run.job_name,
-        statuses=[DagsterRunStatus.SUCCESS],
-        tags=_recipe_tags(run),
-        created_before=record.create_timestamp,
-    )
     # Each check by itself: runs of the job may have executed other assets, steps or checks.
     undecided = set(new)
-    for each in instance.get_run_records(filters, limit=_MAX_COMPARED):
+    assets = {asset for asset, _ in new}
+    comparable = (each for each in _earlier_runs(instance, record) if _may_have(each.dagster_run, assets))
+    for each in islice(comparable, _MAX_COMPARED):
         earlier = _evaluations(instance, continued_runs(instance, each))
         for check in undecided & earlier.keys():
             undecided.remove(check)
@@ -201,8 +203,26 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
     return Alert(title, "warning", run.run_id, run.job_name, list(new.values()))
 
 
-def _recipe_tags(run: DagsterRun) -> dict[str, str]:
-    return {RECIPE_TAG: run.tags[RECIPE_TAG]} if RECIPE_TAG in run.tags else {}
+def _earlier_runs(instance: DagsterInstance, record: RunRecord) -> Iterator[RunRecord]:
+    """Yield the successful runs of a run's job and recipe that were created before it, the newest first."""
+    run = record.dagster_run
+    # Not later ones, which may have ended before the sensor reads this one.
+    filters = RunsFilter(
+        job_name=run.job_name,
+        statuses=[DagsterRunStatus.SUCCESS],
+        tags={RECIPE_TAG: run.tags[RECIPE_TAG]} if RECIPE_TAG in run.tags else {},
+        created_before=record.create_timestamp,
+    )
+    cursor: str | None = None
+    while page := instance.get_run_records(filters, limit=_PAGE_RUNS, cursor=cursor):
+        yield from page
+        cursor = page[-1].dagster_run.run_id
+
+
+def _may_have(run: DagsterRun, assets: Set[str]) -> bool:
+    # Runs of assets and checks that somebody selected, of all recipes, share one job.
+    selected = {key.to_user_string() for key in selected_assets(run)}
+    return not selected or not selected.isdisjoint(assets)
 
 
 def _evaluations(

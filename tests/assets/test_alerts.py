@@ -401,6 +401,26 @@ def test_a_warning_is_known_after_runs_of_other_assets_or_steps_of_the_job(
     assert warnings()[0] == ["flowers/raw_images, check oddities"]
 
 
+def test_a_warning_is_known_after_many_hand_selected_runs_of_other_assets(
+    recipe: Recipe, instance: DagsterInstance, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
+    by_hand = Location(recipe, instance).definitions.get_repository_def().get_job("__ASSET_JOB")
+
+    job = by_hand.get_subset(asset_selection={AssetKey(["flowers", "raw_images"])})
+    others = frozenset({AssetKey(["flowers", "aspect_buckets"])})
+
+    def materialize() -> DagsterRun:
+        run = instance.create_run_for_job(job, asset_selection=job.asset_selection)
+        assert execute_run(InMemoryJob(job), run, instance).success
+        return run
+
+    assert warning_alert(instance, materialize()) is not None
+    for _ in range(101):
+        instance.add_run(DagsterRun(job.name, asset_selection=others, status=DagsterRunStatus.SUCCESS))
+    assert warning_alert(instance, materialize()) is None
+
+
 def test_alerts_of_checks_without_their_assets_name_the_assets_and_compare_each_check(
     recipe: Recipe, instance: DagsterInstance, tmp_path: Path
 ) -> None:
