@@ -32,7 +32,14 @@ from dagster import (
 
 from assets.location import Location
 from assets.names import AFTER_CACHE, ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG, asset_key
-from assets.sources import base_model, captioning_models, dataset_key, new_observations, watched_addresses
+from assets.sources import (
+    base_model,
+    captioning_models,
+    dataset_key,
+    example_images,
+    new_observations,
+    watched_addresses,
+)
 from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError, counted
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
@@ -234,7 +241,9 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         try:
             # The run too plans its steps from the recipe in the file: Dagster loads the code again for it.
             current = _as_written(recipe)
-            state, num_files = _list_files(state, watched_addresses(current))
+            # The examples have no source assets, because few recipes have any.
+            addresses = [*watched_addresses(current), *example_images(current)]
+            state, num_files = _list_files(state, addresses)
         except RecipeError as err:
             return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)
         except (OSError, DatasetError) as err:

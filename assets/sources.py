@@ -94,6 +94,12 @@ def watched_addresses(recipe: Recipe) -> list[Address]:
     return list(dict.fromkeys([*addresses, *(path for path in side_inputs if path is not None)]))
 
 
+def example_images(recipe: Recipe) -> list[Address]:
+    """Return the images that captioning models get as examples, which may be outside of the datasets."""
+    examples = [each for dataset in recipe.datasets for each in dataset.captions.examples]
+    return list(dict.fromkeys(in_project(each.image) for each in examples if each.image is not None))
+
+
 def dataset_key(address: Address) -> AssetKey:
     """Return the key of the source asset of a folder, a manifest or an address."""
     return AssetKey([DATASETS_PREFIX, *_parts(address)])

@@ -596,6 +596,28 @@ def test_O04_the_sensor_watches_a_manifest_and_its_folders_of_images_masks_and_r
     assert scan_fingerprint(watched) != before, f"a change of {changed} is not visible in {watched}"
 
 
+def test_a_changed_example_of_a_captioning_model_starts_a_run(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    (tmp_path / "data").mkdir()
+    example = tmp_path / "example.png"
+    example.write_bytes(b"before")
+    captions = {
+        "from": "model",
+        "model": "owner/captioner",
+        "examples": [{"image": str(example), "caption": "a rose"}, {"caption": "a lily"}],
+    }
+    datasets = [{"name": "photos", "path": tmp_path / "data", "captions": captions}]
+    ticks = Ticks(tmp_path, instance)
+    ticks.repository = repository_of(small_recipe(tmp_path, datasets=datasets, recache=ENABLED))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    assert [ticks.evaluate() for _ in range(2)][1] == "run"
+    assert "nothing has changed" in ticks.evaluate()
+    example.write_bytes(b"after")
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate() == "run"
+
+
 def test_the_sensor_scans_at_the_interval_and_the_schedule_runs_at_the_time_of_the_recipe(
     tmp_path: Path,
 ) -> None:
