@@ -81,7 +81,7 @@ def json_text(value: Any) -> str:
 
     A number that is not finite is null.
     """
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(finite_json(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
 
     # JSON escapes the ASCII control characters only. Characters that reverse the direction of text remain.
     return "".join(
@@ -89,14 +89,15 @@ def json_text(value: Any) -> str:
     )
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+    """Return a JSON value with null in place of each number that is not finite."""
     # JSON has no other numbers, and programs in other languages read no NaN.
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in cast("dict[Any, Any]", value).items()}
+        return {name: finite_json(item) for name, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast("list[Any]", value)]
+        return [finite_json(item) for item in cast("list[Any]", value)]
     return value
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import GateClosedError
+from pipeline.escaping import finite_json
 from pipeline.log import Log, discard
 from pipeline.recipe.check_specs import ALL_SPECS, CheckSpec
 from pipeline.reporting.reports import Report, read_report, report_path
@@ -225,7 +226,9 @@ def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) ->
         "warnings": sum(not each.passed and not each.closes for each in findings),
         "checks": [{**vars(each), "gate": each.name in gates, "closed": each.closes} for each in findings],
     }
-    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, default=str)
+    text = json.dumps(
+        finite_json(content), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False, default=str
+    )
     path = report_path(output_dir, f"{asset}_checks")
     write_text(path, text + "\n")
     return path

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pipeline.escaping import finite_json
 from pipeline.storage.atomic import write_text
 from pipeline.storage.regular_files import file_sha256
 
@@ -72,9 +73,13 @@ def read_report(output_dir: Path, asset: str) -> Report | None:
 
 
 def write_report(output_dir: Path, asset: str, report: Mapping[str, Any]) -> Path:
-    """Replace the report file of an asset atomically, with sorted keys, and return its path."""
+    """Replace the report file of an asset atomically, with sorted keys, and return its path.
+
+    A number that is not finite, such as the loss of a training that diverged, is null.
+    """
     path = report_path(output_dir, asset)
-    write_text(path, json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    text = json.dumps(finite_json(report), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_text(path, f"{text}\n")
     return path
 
 

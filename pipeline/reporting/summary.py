@@ -121,8 +121,10 @@ def _training_lines(run: RunResult) -> list[tuple[str, str]]:
     if report is None:
         return []
     text = counted(int(report["steps"]), "step")
-    if report.get("first_loss") is not None:
-        text += f", loss {report['first_loss']:.4f} (first) to {report['last_loss']:.4f} (last)"
+    losses = [report.get("first_loss"), report.get("last_loss")]
+    if losses != [None, None]:
+        first, last = ("not finite" if loss is None else f"{loss:.4f}" for loss in losses)
+        text += f", loss {first} (first) to {last} (last)"
     if report.get("from_checkpoint"):
         text += "; from the checkpoint of this step, without training"
     elif not report["launched"]:

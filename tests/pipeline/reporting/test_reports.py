@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
-from pipeline.reporting.reports import forget_current, is_current, mark_current
+from pipeline.reporting.findings import Finding, write_findings
+from pipeline.reporting.reports import forget_current, is_current, mark_current, write_report
+from pipeline.reporting.summary import RunResult, run_summary
 from tests.damage import DAMAGES
 
 
@@ -17,6 +21,31 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).write_bytes(name.encode() * 50)
     mark_current(tmp_path, "one", "two")
     return tmp_path
+
+
+def test_files_of_a_training_that_diverged_are_valid_json_and_summarized(tmp_path: Path) -> None:
+    """Only Python's parser reads NaN and Infinity."""
+    training = {"steps": 2, "first_loss": 0.5, "last_loss": math.nan, "launched": True}
+    write_report(tmp_path, "trained_lora", {**training, "loss_curve": [[1, 0.5], [2, math.inf]]})
+    finding = Finding(
+        "loss_finite", False, "error", "step 2", "fix", [{"loss": math.nan}], {"worst": math.inf}
+    )
+    write_findings(tmp_path, "trained_lora", [finding])
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    report, checks = (
+        json.loads((tmp_path / "reports" / f"{name}.json").read_text("utf-8"), parse_constant=refuse)
+        for name in ("trained_lora", "trained_lora_checks")
+    )
+    assert (report["last_loss"], report["loss_curve"]) == (None, [[1, 0.5], [2, None]])
+    assert (checks["checks"][0]["rows"], checks["checks"][0]["numbers"]) == (
+        [{"loss": None}],
+        {"worst": None},
+    )
+    text = run_summary(RunResult("flowers", tmp_path, {"trained_lora": report}, []))
+    assert "loss 0.5000 (first) to not finite (last)" in text
 
 
 def test_the_first_digests_decide(folder: Path) -> None:
