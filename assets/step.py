@@ -214,7 +214,7 @@ def run_step(
     if not has_machine(context.run):
         record_machine(context.instance, context.run.run_id)
     log, is_selected = run_log(context), bool(context.selected_asset_keys)
-    with errors_as_failures(retries=True, log=log):
+    with errors_as_failures(recipe=recipe.name, retries=True, log=log):
         # Before anything is written, such as the files that are fetched from an address.
         conflict = path_conflict(context.run.run_id, recipe)  # pyright: ignore[reportArgumentType] - a frozen model is hashable
         if conflict is not None:

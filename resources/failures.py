@@ -26,6 +26,9 @@ _PARTS = ("what", "where", "fix")
 # The gate path_isolation has an error of its own, because nothing may be written after it.
 _CLOSED_GATES = {GateClosedError.__name__, PathIsolationError.__name__}
 
+RECIPE_PLACEHOLDER = "<recipe>"
+"""Stands for the recipe's name in errors of code that all recipes share."""
+
 MAX_RETRIES = 2
 
 # The requests themselves are repeated for a minute before they fail (pipeline/storage/retry.py).
@@ -48,11 +51,13 @@ class Problem:
 
 
 @contextmanager
-def errors_as_failures(*, retries: bool = False, log: Log = discard) -> Generator[None]:
+def errors_as_failures(
+    *, recipe: str = RECIPE_PLACEHOLDER, retries: bool = False, log: Log = discard
+) -> Generator[None]:
     """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
 
-    With `retries`, an outage of a service or of a network becomes a `RetryRequested`. `log` receives a line
-    for it.
+    `recipe` replaces the placeholder in commands. With `retries`, an outage of a service or of a network
+    becomes a `RetryRequested`. `log` receives a line for it.
     """
     try:
         yield
@@ -60,19 +65,20 @@ def errors_as_failures(*, retries: bool = False, log: Log = discard) -> Generato
         if retries and is_transient(err):
             log(f"{WARNING}{err.what}; a step is tried {MAX_RETRIES + 1} times in all ({err.where})")
             # After the last attempt, Dagster reports the cause.
-            raise RetryRequested(MAX_RETRIES, seconds_to_wait=RETRY_DELAY_S) from _failure(err)
+            raise RetryRequested(MAX_RETRIES, seconds_to_wait=RETRY_DELAY_S) from _failure(err, recipe)
         # The three parts explain the error. Dagster would print a cause as well, with its traceback.
-        raise _failure(err) from None
+        raise _failure(err, recipe) from None
     except Exception as err:
         access_error = as_file_access_error(err)
         if access_error is None:
             raise
-        raise _failure(access_error) from err
+        raise _failure(access_error, recipe) from err
 
 
-def _failure(err: LatentlineError) -> Failure:
+def _failure(err: LatentlineError, recipe: str) -> Failure:
     parts = {"fix": err.fix, "what": err.what, "where": err.where}
-    description = f"{type(err).__name__}: {err.text_with_fix_first()}"
+    parts = {name: text.replace(RECIPE_PLACEHOLDER, recipe) for name, text in parts.items()}
+    description = f"{type(err).__name__}: {err.text_with_fix_first()}".replace(RECIPE_PLACEHOLDER, recipe)
 
     # Outages are repeated above. Another retry with the same input would fail again.
     return Failure(description, metadata=parts, allow_retries=False)

@@ -200,9 +200,7 @@ def step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> Proble
     user_failure = failure.user_failure_data
     problem = user_failure and failure_problem(str(user_failure.description), user_failure.metadata)
     if problem:
-        # Errors of code that all recipes share contain this placeholder in their commands.
-        parts = (problem.what, problem.where, problem.fix)
-        return Problem(*(part.replace("<recipe>", recipe) for part in parts))
+        return problem
 
     if (problem := _storage_problem(list(_messages(failure.error)))) is not None:
         return problem

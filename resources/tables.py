@@ -65,9 +65,10 @@ class TableIOManager(ConfigurableIOManager):
 
     def handle_output(self, context: OutputContext, obj: "pl.DataFrame") -> None:
         """Replace the asset's table."""
-        with errors_as_failures(retries=True):
-            tables, outputs, asset = self._locate(context)
-            path = tables.write(asset, obj)
+        recipe, asset = _names(context)
+        with errors_as_failures(recipe=recipe, retries=True):
+            outputs = self._outputs[recipe]
+            path = _tables(outputs).write(asset, obj)
             outputs.upload(table_file(asset))
             context.add_output_metadata(
                 {
@@ -79,20 +80,25 @@ class TableIOManager(ConfigurableIOManager):
     def load_input(self, context: InputContext) -> "pl.DataFrame":
         """Return the upstream asset's table; one of our assets gets only the columns that it needs."""
         op = _op(context)
-        with errors_as_failures(retries=op is not None):
-            assert context.upstream_output is not None  # inputs of assets have one
-            tables, outputs, asset = self._locate(context.upstream_output)
+        assert context.upstream_output is not None  # inputs of assets have one
+        recipe, asset = _names(context.upstream_output)
+        with errors_as_failures(recipe=recipe, retries=op is not None):
+            outputs = self._outputs[recipe]
             outputs.fetch(table_file(asset))
             # The tag of one of our assets; None for ops of others.
             reader = None if op is None else op.tags.get(ASSET)
-            return tables.read(asset, None if reader is None else needed_columns(reader, asset))
+            return _tables(outputs).read(asset, None if reader is None else needed_columns(reader, asset))
 
-    def _locate(self, output: OutputContext) -> tuple["Tables", "OutputFolder", str]:
-        from pipeline.storage.tables import Tables
 
-        recipe, asset = (str(output.definition_metadata[key]) for key in (RECIPE, ASSET))
-        outputs: OutputFolder = self._outputs[recipe]
-        return Tables(outputs.folder), outputs, asset
+def _names(output: OutputContext) -> tuple[str, str]:
+    """Return the names of recipe and asset."""
+    return str(output.definition_metadata[RECIPE]), str(output.definition_metadata[ASSET])
+
+
+def _tables(outputs: "OutputFolder") -> "Tables":
+    from pipeline.storage.tables import Tables
+
+    return Tables(outputs.folder)
 
 
 def _op(context: InputContext) -> OpDefinition | None:

@@ -201,7 +201,7 @@ def run_step(small: Recipe, tmp_path: Path) -> Any:
 
 def raises(error: BaseException) -> Any:
     def body() -> None:
-        with errors_as_failures():
+        with errors_as_failures(recipe="small"):
             raise error
 
     return body

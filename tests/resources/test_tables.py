@@ -68,7 +68,9 @@ def test_a_missing_table_is_a_failure_with_a_fix(tmp_path: Path) -> None:
     context = build_input_context(upstream_output=output("raw_images"))
     with pytest.raises(Failure) as failure:
         manager_of(tmp_path).load_input(context)
-    assert "raw_images" in str(failure.value.metadata["fix"].value)
+    fix = "materialize raw_images first: latentline run demo --cache-only"
+    assert failure.value.metadata["fix"].value == fix
+    assert fix in str(failure.value.description), "Dagster's UI shows it"
 
 
 def test_every_needed_column_is_in_the_schema_of_its_table() -> None:
