@@ -125,7 +125,7 @@ def _execute(
     from resources.open_databases import open_databases
     from resources.run_summary import summarize_run
     from resources.summarized_executor import COMMAND_TAG
-    from resources.terminal_log import last_durations, show_run
+    from resources.terminal_log import last_remaining_times, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
     executor = load_job(job_name).executor_def
@@ -141,11 +141,11 @@ def _execute(
             raise KeyboardInterrupt
         stop: BaseException | None = None
         in_process = executor.name == in_process_executor.name
-        expected_s: dict[str, float] = {}
+        remaining_s: dict[str, float] = {}
         with suppress(Exception):  # the run itself reports a database that is away
-            expected_s = last_durations(instance, job_name)
+            remaining_s = last_remaining_times(instance, job_name)
         events = None if in_process else instance
-        with _redirected_output() as stream, show_run(stream, events, expected_s=expected_s) as handler:
+        with _redirected_output() as stream, show_run(stream, events, remaining_s=remaining_s) as handler:
             try:
                 execute_job(
                     job,

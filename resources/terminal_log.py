@@ -65,14 +65,14 @@ def show_run(
     stream: TextIO,
     instance: DagsterInstance | None = None,
     *,
-    expected_s: Mapping[str, float] = MappingProxyType({}),
+    remaining_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Generator[TerminalHandler]:
     """Write the messages of the run in the body to `stream`, and provide the handler.
 
     Steps in other processes cannot write to `stream`; with `instance`, messages are read from its event log.
-    `expected_s` is as in `TerminalHandler`.
+    `remaining_s` is as in `TerminalHandler`.
     """
-    handler = TerminalHandler(stream, shows_records=instance is None, expected_s=expected_s)
+    handler = TerminalHandler(stream, shows_records=instance is None, remaining_s=remaining_s)
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.addHandler(handler)
     try:
@@ -83,17 +83,17 @@ def show_run(
         handler.close()
 
 
-def last_durations(instance: DagsterInstance, job_name: str) -> dict[str, float]:
-    """Return how long each step of the last successful run of a job took in seconds, by step key."""
+def last_remaining_times(instance: DagsterInstance, job_name: str) -> dict[str, float]:
+    """Return how long the last successful run of a job took after the end of each step in seconds, by key."""
     from dagster import DagsterRunStatus, RunsFilter
 
     filters = RunsFilter(job_name=job_name, statuses=[DagsterRunStatus.SUCCESS])
     records = instance.get_run_records(filters, limit=1)
     # Undocumented: no public call returns the durations of steps.
     stats = instance.get_run_step_stats(records[0].dagster_run.run_id) if records else ()
-    return {
-        each.step_key: each.end_time - each.start_time for each in stats if each.start_time and each.end_time
-    }
+    # Not the sum of the durations of later steps, because some executors run steps at the same time.
+    ends_s = {each.step_key: each.end_time for each in stats if each.end_time}
+    return {key: max(ends_s.values()) - end_s for key, end_s in ends_s.items()}
 
 
 @contextmanager
@@ -141,11 +141,12 @@ class TerminalHandler(logging.Handler):
         stream: TextIO,
         *,
         shows_records: bool = True,
-        expected_s: Mapping[str, float] = MappingProxyType({}),
+        remaining_s: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Write to `stream`, which stays open; without `shows_records`, only what `show_entry` receives.
 
-        `expected_s` has the duration of each step of the run in seconds, as `last_durations` returns it.
+        `remaining_s` has the seconds that the run needs after the end of each step, as `last_remaining_times`
+        returns them.
         """
         super().__init__(logging.DEBUG)
         self._shows_records = shows_records
@@ -153,7 +154,7 @@ class TerminalHandler(logging.Handler):
         self._stream = stream
         self._has_status_line = stream.isatty()
         self._started_s: dict[str | None, float] = {}
-        self._left_s = dict(expected_s)
+        self._remaining_s = remaining_s
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record of Dagster. The summary reports failures; a bug's traceback is shown here."""
@@ -223,9 +224,8 @@ class TerminalHandler(logging.Handler):
             self._show_check(event, name, time_s)
 
     def _left_text(self, finished: str | None) -> str:
-        """Return how long the steps after a finished one took in the last run, for the end of its line."""
-        self._left_s.pop(finished or "", None)
-        left_s = sum(self._left_s.values())
+        """Return how long the last run took after a finished step, for the end of the step's line."""
+        left_s = self._remaining_s.get(finished or "", 0.0)
         return f"   about {duration_text(left_s)} left, as in the last run" if left_s >= 1 else ""
 
     def _show_check(self, event: DagsterEvent, name: str, time_s: float) -> None:
