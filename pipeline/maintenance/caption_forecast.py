@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
@@ -18,7 +19,7 @@ from pipeline.maintenance.expected import (
     unusable_entries,
 )
 from pipeline.storage.tables import SCHEMAS, empty
-from pipeline.validated_dataset.captions import PENDING, canonical
+from pipeline.validated_dataset.captions import MODEL, PENDING, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.storage.tables import Tables
 
-_PENDING_TEXT = "(caption {:09}, which is not written yet)"
+_PENDING_TEXT = "(caption {:09} is not written yet)"
 """Text in place of a caption that only the job can write, with the caption's number."""
 
 
@@ -102,12 +103,19 @@ def forecast_captions(entries: RecipeEntries, tables: Tables, raw: pl.DataFrame)
 def with_pending(validated: pl.DataFrame, pending: Mapping[str, str]) -> pl.DataFrame:
     """Return validated_dataset with the pending captions marked, and with one text for each.
 
-    Trigger words, replacements and shuffling apply to captions that nobody knows yet.
+    Trigger words, replacements and shuffling apply to captions that nobody knows yet. Images with captions of
+    a person have these alone.
     """
     is_pending = pl.col("sample_id").is_in(list(pending))
+    of_model = is_pending & (pl.col("caption_from") == MODEL)
+    more = {
+        sample_id: json.dumps([each for each in json.loads(texts) if pending[sample_id] not in each])
+        for sample_id, texts in validated.filter(is_pending).select("sample_id", "more_captions").iter_rows()
+    }
     text = pl.col("sample_id").replace_strict(dict(pending), default=None, return_dtype=pl.String)
+    without = pl.col("sample_id").replace_strict(more, default=None, return_dtype=pl.String)
     return validated.with_columns(
-        caption=pl.when(is_pending).then(text).otherwise("caption"),
-        more_captions=pl.when(is_pending).then(pl.lit("[]")).otherwise("more_captions"),
-        caption_from=pl.when(is_pending).then(pl.lit(PENDING)).otherwise("caption_from"),
+        caption=pl.when(of_model).then(text).otherwise("caption"),
+        more_captions=pl.when(of_model).then(pl.lit("[]")).otherwise(pl.coalesce(without, "more_captions")),
+        caption_from=pl.when(of_model).then(pl.lit(PENDING)).otherwise("caption_from"),
     )

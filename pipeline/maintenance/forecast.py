@@ -62,7 +62,6 @@ from pipeline.trained_lora.supported_settings import require_supported_settings
 from pipeline.vae_latents.checks import cropped_masks
 from pipeline.vae_latents.side_inputs import without_refused
 from pipeline.validated_dataset import checks as validated_dataset
-from pipeline.validated_dataset.captions import PENDING
 from pipeline.validated_dataset.stage import validate
 
 if TYPE_CHECKING:
@@ -112,8 +111,9 @@ class Forecast:
         diagnosis: Captions that the diagnosis would measure; None for a recipe without one.
         evaluation: Pictures of the evaluation after training; None for a recipe without one.
         captions: Captions that a model would write; None for a recipe without them.
-        pending_captions: Number of samples with a caption that the model has not written yet. Their texts are
-            not checked, each counts as one text to encode, and the id of the run is unknown.
+        pending_captions: Number of samples with a caption that the model has not written yet. These captions
+            are not checked, each counts as one text to encode unless the image has a person's caption too,
+            and the id of the run is unknown.
         sweep: Training of the sweep after the recipe's own; None for a recipe without one.
     """
 
@@ -186,7 +186,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
     captions = text_rows(entries, valid.table)
     lengths = _with_lengths(entries, captions, known_text)
     warnings += _cache_warnings(entries, requests, known_latents, lengths)
-    num_pending = int((valid.table["caption_from"] == PENDING).sum())
+    num_pending = int(valid.table["sample_id"].is_in(list(pending)).sum())
     training = None if closed else forecast_training(entries, requests, captions, continue_run=continue_run)
     if training is not None and num_pending:
         training = replace(training, action=replace(training.action, run="", reason="", difference=None))

@@ -84,6 +84,21 @@ def test_plan_judges_no_caption_that_is_not_written_yet(captioned: Captioned, ti
     assert planned.training.action.run == run
 
 
+def test_plan_counts_only_a_person_s_caption_before_the_model_s_is_written(
+    captioned: Captioned, tiny_sd: Path
+) -> None:
+    (captioned.images / "a.txt").write_text("a red rose", encoding="utf-8")
+    values = {"as": "column", "shuffle": {"variants": 4, "keep": 0}}
+    recipe = captioned.recipe(**values)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": str(tiny_sd)})})
+    planned = forecast(recipe, Tables(recipe.output_dir), log=quiet)
+    assert (planned.samples, planned.pending_captions) == (3, 3)
+    assert planned.text.reasons["caption not written yet"] == ["photos/b.png", "photos/c.png"]
+    assert "photos/a.png" in planned.text.reasons["new caption"]
+    assert planned.training is not None
+    assert planned.training.action.run == ""
+
+
 def test_explain_and_gc_know_the_caption(captioned: Captioned) -> None:
     recipe = captioned.recipe()
     tables = Tables(recipe.output_dir)
