@@ -19,7 +19,7 @@ export DO_NOT_TRACK := 1
 .PHONY: help demo test test-full mutants check bench bench-compare ui format clean install install-dev lock
 
 help:
-	@echo "make demo    install, teach a tiny model a new shape on the CPU, and show the pictures before and after"
+	@echo "make demo    install, teach a tiny model a new shape on the CPU, with given captions and with a model's, and show the pictures"
 	@echo "make install install what a user needs; make install-dev adds the tools for tests and checks"
 	@echo "make test    run the test suite without slow tests and clusters; make test-full runs all tests"
 	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
@@ -75,8 +75,9 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt requirements.lock
 
 demo: install
 	$(BIN)/python -m demo.concept_pictures data/demo
-	$(BIN)/latentline run demo
-	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks
+	$(BIN)/python -m demo.concept_pictures data/demo_captions --without-captions
+	$(BIN)/latentline run demo demo_captions
+	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m demo.checks demo demo_captions
 
 test: install-dev
 	$(PYTEST) -m 'not slow and not clusters'
@@ -122,4 +123,4 @@ ui: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m tools.ui
 
 clean:
-	rm -rf .cache data/demo outputs/demo .tmp_dagster_home_*
+	rm -rf .cache data/demo data/demo_captions outputs/demo outputs/demo_captions .tmp_dagster_home_*

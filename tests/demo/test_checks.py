@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 from dagster import AssetCheckEvaluation, AssetCheckKey, AssetCheckSeverity, AssetKey, DagsterInstance
 
 from assets.definitions import build_definitions
+from demo.checks import demo_recipe, missed_targets, right_captions, sheet_folder
 from demo.experiments import changed_demo
+from demo.learned import SCORES_FILE, Learned
+from pipeline.recipe import Recipe
 from tests.e2e.daemon import make_home
 
 
@@ -34,9 +39,9 @@ def test_a_lora_that_has_learned_nothing_is_measured_recorded_and_fails_the_chec
             check=False,
         )
 
-    command = run("demo.checks")
+    command = run("demo.checks", "demo")
     assert command.returncode == 1, command.stderr
-    assert "demo LoRA: concept 0.0" in command.stdout
+    assert "demo: concept 0.0" in command.stdout
     assert "missed: the concept scores 0.0" in command.stderr
     recorded = evaluation_in(home)
 
@@ -50,6 +55,41 @@ def test_a_lora_that_has_learned_nothing_is_measured_recorded_and_fails_the_chec
         assert evaluation.description.startswith("concept 0.0")
         assert "picture_before_after" in evaluation.metadata
     assert recorded.metadata == repeated.metadata
+
+
+@pytest.fixture
+def captioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Return the recipe `demo_captions`, whose scores are compared with those of `demo`."""
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path))
+    captions = {"from": "model", "model": "demo/captioner"}
+    for name in ("demo", "demo_captions"):
+        values = {
+            "datasets": [{"name": "known", "path": str(tmp_path / "known"), "captions": captions}],
+            "cache_dir": str(tmp_path / "cache"),
+            "output_dir": str(tmp_path / name),
+            "model": {"base": "demo/base"},
+        }
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(values), encoding="utf-8")
+    return demo_recipe("demo_captions")
+
+
+def test_right_captions_are_counted_by_the_names_of_the_demo_s_pictures() -> None:
+    names = ("red_zorp_white", "orange_zorp_black", "my_own_picture", "my_cat")
+    captions = ["a red zorp on a white background"] * len(names)
+    table = pl.DataFrame({"path": [f"{name}.png" for name in names], "caption": captions})
+    assert right_captions(table) == (1, 2)
+
+
+def test_the_score_with_a_model_s_captions_is_compared_with_given_ones(captioned: Recipe) -> None:
+    learned = Learned(concept_before=0.0, concept_after=0.5, known_before=0.8, known_after=0.8)
+    (sentence,) = missed_targets(captioned, learned)
+    assert "is unknown: run python -m demo.checks demo first" in sentence
+
+    scores = sheet_folder(demo_recipe("demo")) / SCORES_FILE
+    scores.parent.mkdir(parents=True)
+    for given, is_missed in ((0.55, False), (0.56, True)):
+        scores.write_text(json.dumps({"concept_after": given}), encoding="utf-8")
+        assert bool(missed_targets(captioned, learned)) is is_missed
 
 
 def evaluation_in(home: Path) -> AssetCheckEvaluation:

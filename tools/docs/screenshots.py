@@ -47,7 +47,7 @@ def main(output: Path) -> None:
         environment = prepare_demo(folder)
         command = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "run", "demo"]
         subprocess.run(command, env=environment, check=True)
-        subprocess.run([sys.executable, "-m", "demo.checks"], env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "demo.checks", "demo"], env=environment, check=True)
         with serving(environment) as url, browsing(folder, size=WINDOW) as browser:
             take_screenshots(browser, url, folder, output)
 
