@@ -184,6 +184,20 @@ PUBLISHED = (
         },
     ),
     Published(
+        "Anima",
+        "circlestone-labs/Anima-Base-v1.0-Diffusers",
+        "AnimaModularPipeline",
+        {
+            "text_encoder": text.QWEN3_06B,
+            # kohya-ss/sd-scripts, library/anima_utils.py, `dit_config`.
+            "transformer": {
+                "num_attention_heads": 16,
+                "rope_scale": (1.0, 4.0, 4.0),
+                "extra_pos_embed_type": None,
+            },
+        },
+    ),
+    Published(
         "SD3 medium",
         "stabilityai/stable-diffusion-3-medium-diffusers",
         "StableDiffusion3Pipeline",

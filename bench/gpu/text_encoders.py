@@ -46,6 +46,15 @@ QWEN3_4B: Config = {
     "tie_word_embeddings": True,
 }
 
+# Qwen/Qwen3-0.6B, as configs/qwen3_06b/config.json of kohya-ss/sd-scripts quotes it for Anima.
+QWEN3_06B: Config = {
+    **QWEN3_4B,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+
 # Qwen/Qwen3-VL-4B-Instruct, config.json as written by transformers 4.57.
 QWEN3_VL_4B: Config = {
     "text_config": {

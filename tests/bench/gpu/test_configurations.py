@@ -27,6 +27,7 @@ BILLIONS = {
     "Stable Diffusion 2.1": 0.866,
     "Kolors": 2.6,
     "Sana 1.5 1.6B": 1.6,
+    "Anima": 1.96,
     "SD3 medium": 2.03,
     "SD3.5 medium": 2.24,
     "Lumina Image 2.0": 2.6,
@@ -53,6 +54,7 @@ TEXT_BILLIONS = {
     "Stable Diffusion 2.1": 0.34,
     "Kolors": 6.2,
     "Sana 1.5 1.6B": 2.6,
+    "Anima": 0.6,
     "FLUX.2 klein base 4B": 4.0,
     "Kandinsky 5 Lite": 8.3,
     "CogView4 6B": 8.8,
@@ -93,6 +95,13 @@ def test_a_text_encoder_has_about_the_size_that_it_is_known_by(
 ) -> None:
     monkeypatch.setenv("PYTORCH_JIT", "0")
     assert num_weights(name, tmp_path, "text_encoder") == pytest.approx(TEXT_BILLIONS[name] * 1e9, rel=0.02)
+
+
+def test_animas_transformer_and_conditioner_have_the_size_of_the_published_file(tmp_path: Path) -> None:
+    # anima-aesthetic-v1.1.safetensors has both in bfloat16, in 4.18 GB.
+    roles = ("transformer", "text_conditioner")
+    total = sum(num_weights("Anima", tmp_path / role, role) for role in roles)
+    assert 2 * total == pytest.approx(4.18e9, abs=5e6)
 
 
 def test_every_published_model_is_compared() -> None:

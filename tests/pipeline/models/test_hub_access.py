@@ -184,7 +184,7 @@ REFUSED = [
     ("someone/tniy", None, "hf_valid", "does not exist on the Hub", "check the spelling of"),
     ("someone/tniy-2", None, None, "is not logged in", "check the spelling of"),
     ("someone/tiny", "none", None, "have the requested revision", "branch, tag or"),
-    ("someone/single", None, None, "lacks a file", "in the diffusers format"),
+    ("someone/single", None, None, "lacks a file", "to a complete repository"),
 ]
 """Repository, revision and token, with parts of the message and of the fix."""
 
