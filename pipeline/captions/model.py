@@ -68,8 +68,39 @@ def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionM
     if settings.tagger is not None:
         require_known(settings.tagger, read_tags(folder), where=where)
         return CaptionModel(folder, fingerprint, "float32")
-    dtype = _stated_dtype(folder) if settings.dtype == "auto" else settings.dtype
-    return CaptionModel(folder, fingerprint, dtype, examples_of(settings, where=where))
+    return CaptionModel(folder, fingerprint, dtype_of(settings, folder), examples_of(settings, where=where))
+
+
+def captioner_configs(settings: CaptionSettings, *, where: str) -> Path:
+    """Return the folder of a vision-language model with at least its configurations and its tokenizer.
+
+    Raises:
+        ModelError: They are missing, or cannot be downloaded.
+    """
+    assert settings.model is not None, "the recipe requires it"
+    return resolve_folder(
+        settings.model,
+        settings.revision,
+        _require_configs,
+        key="captions.model",
+        where=where,
+        log=lambda _: None,
+        weights=False,
+    )
+
+
+def dtype_of(settings: CaptionSettings, folder: Path) -> str:
+    """Return the dtype in which a vision-language model runs, never "auto"."""
+    return _stated_dtype(folder) if settings.dtype == "auto" else settings.dtype
+
+
+def _require_configs(folder: Path) -> None:
+    names = ("config.json", "tokenizer_config.json")
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    if missing is not None or not any((folder / name).is_file() for name in _CONFIGS[1:]):
+        what = f"the captioning model has no {missing or _CONFIGS[-1]}"
+        fix = "set captions.model to a complete folder or repository in the format of transformers"
+        raise ModelError(what, where=str(folder), fix=fix)
 
 
 def _part(folder: Path) -> ModelPart:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.recipe import Recipe
+from pipeline.recipe import CaptionSettings, Recipe
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.job import recipe_from_json
 
 RESULT_FILE = "memory.json"
 """Name of the result, which is written next to the job."""
+
+
+@dataclass(frozen=True)
+class CaptionerJob:
+    """A captioning model to forecast.
+
+    Attributes:
+        captions: Settings of its captions.
+        folder: Folder of the model, which may contain no weights.
+        dtype: Dtype in which it runs, never "auto".
+        examples: See `pipeline.captions.examples.examples_of`.
+    """
+
+    captions: CaptionSettings
+    folder: Path
+    dtype: str
+    examples: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -25,12 +42,14 @@ class MemoryJob:
         model_folder: Folder of the base model, which may contain configuration files only.
         component_folders: Folders of the components that replace the model's own, by role.
         card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
+        captioners: Vision-language models that caption images; taggers run on the CPU.
     """
 
     recipe: Recipe
     model_folder: Path
     component_folders: Mapping[str, Path]
     card_bytes: int | None
+    captioners: Sequence[CaptionerJob] = ()
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,8 @@ class StageMemory:
     """Peak memory of one stage. The attributes are keys of `latentline plan --json`.
 
     Attributes:
-        stage: "encode latents", "encode text" or "train".
+        stage: "write captions" for recipes with a vision-language model that captions images, "encode
+            latents", "encode text" or "train".
         device_bytes: Peak bytes on one GPU.
         host_bytes: Peak bytes of one process on the host.
         note: What the stage does if it does not fit, what `offload: auto` resolves to, and that the GPU of
@@ -93,6 +113,15 @@ def write_job(job: MemoryJob, path: Path) -> None:
         "model_folder": str(job.model_folder),
         "component_folders": {role: str(folder) for role, folder in job.component_folders.items()},
         "card_bytes": job.card_bytes,
+        "captioners": [
+            {
+                "captions": each.captions.model_dump(mode="json"),
+                "folder": str(each.folder),
+                "dtype": each.dtype,
+                "examples": list(each.examples),
+            }
+            for each in job.captioners
+        ],
     }
     write_text(path, json.dumps(values))
 
@@ -105,6 +134,15 @@ def read_job(path: Path) -> MemoryJob:
         Path(values["model_folder"]),
         {role: Path(folder) for role, folder in values["component_folders"].items()},
         values["card_bytes"],
+        [
+            CaptionerJob(
+                CaptionSettings.model_validate(each["captions"]),
+                Path(each["folder"]),
+                each["dtype"],
+                each["examples"],
+            )
+            for each in values["captioners"]
+        ],
     )
 
 

@@ -28,6 +28,7 @@ def resolve_folder(  # noqa: PLR0913 - all but the first three are keywords
     where: str,
     log: Log,
     files: tuple[str, ...] | None = None,
+    weights: bool = True,
 ) -> Path:
     """Return the local folder of a source, which is a folder of the project or a Hub id.
 
@@ -42,6 +43,7 @@ def resolve_folder(  # noqa: PLR0913 - all but the first three are keywords
         log: Receives the progress of a download.
         files: Files to download. None means configurations, tokenizer and weights, as for a component of a
             base model.
+        weights: Whether weights are downloaded too, if `files` is None.
 
     Raises:
         ModelError: The source does not exist, is incomplete, or cannot be downloaded.
@@ -72,6 +74,8 @@ def resolve_folder(  # noqa: PLR0913 - all but the first three are keywords
         require_access(source, revision)
         stored = HfApi().list_repo_files(source, revision=revision)
         chosen = component_files(stored, "") if files is None else [each for each in files if each in stored]
+        if not weights:
+            chosen = [each for each in chosen if ".safetensors" not in each and ".bin" not in each]
         return download_files(source, revision, chosen, log=log)
 
 

@@ -6,25 +6,19 @@ images that the model gets in one size are captioned together: their inputs need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    TorchAoConfig,
-)
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers import AutoConfig, AutoModelForImageTextToText, TorchAoConfig
 
 from pipeline.cache.entry_format import CAPTION
 from pipeline.cache.store import Store
 from pipeline.captions.entries import CUT, FAILED, NUM_TOKENS, as_tensor
-from pipeline.captions.examples import EXAMPLES, example_pixels
+from pipeline.captions.examples import EXAMPLES
+from pipeline.captions.worker.processor import LOCAL, CaptionProcessor, Example, explained, shown_examples
 from pipeline.captions.worker.tagger import Tagger
 from pipeline.encoding.jobs import Encoded, Encoding, Failure, Job, Outcome
 from pipeline.encoding.progress import Progress
@@ -46,14 +40,8 @@ if TYPE_CHECKING:
 CaptionWriter: TypeAlias = Callable[[Sequence[Image.Image]], list[tuple[str, int, bool]]]
 """Returns for each image the text, its length, and whether it was cut off."""
 
-Example: TypeAlias = tuple[Image.Image | None, str]
-"""An image, or None, and the caption that it should have."""
-
 GPU_BATCH = 8
 """Number of images of one size that are captioned together on a GPU."""
-
-# Without an answer in advance, transformers asks on the terminal whether to run code of the folder.
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Captioner:
@@ -65,21 +53,19 @@ class Captioner:
         `quantize` is int8 or None.
         """
         self._device = device
-        with _explained(folder):
-            self._processor = _load_processor(folder)
+        self._processor = CaptionProcessor(folder)
+        with explained(folder):
             options = {"dtype": getattr(torch, dtype), **_quantization(quantize, device)}
             model = _load_model(folder, options)
         self._model = model.to(device).eval()
-        # Some repositories have the template with the tokenizer alone.
-        self._template = self._processor.chat_template or self._processor.tokenizer.chat_template
         ends = model.generation_config.eos_token_id
         ends = model.config.get_text_config().eos_token_id if ends is None else ends
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
 
     @property
     def takes_examples(self) -> bool:
-        """Whether the model has a chat template, which examples require."""
-        return self._template is not None
+        """See `CaptionProcessor.takes_examples`."""
+        return self._processor.takes_examples
 
     def captions(
         self,
@@ -93,43 +79,18 @@ class Captioner:
         The images have one size. Prompt and text are separated as by transformers' pipeline for this task.
         `examples` require a chat template.
         """
-        inputs = self._inputs(images, prompt, examples).to(self._device, self._model.dtype)
+        inputs = self._processor.inputs(images, prompt, examples).to(self._device, self._model.dtype)
         with torch.inference_mode():
             output: Tensor = self._model.generate(
                 **inputs, do_sample=False, num_beams=1, max_new_tokens=max_tokens
             )
-        texts = self._decoded(output)
-        prompts = self._decoded(inputs["input_ids"])
+        texts = self._processor.decoded(output)
+        prompts = self._processor.decoded(inputs["input_ids"])
         written = _written_tokens(output, inputs["input_ids"])
         return [
             (_without_prompt(text, before), *self._length(tokens))
             for text, before, tokens in zip(texts, prompts, written, strict=True)
         ]
-
-    def _inputs(self, images: Sequence[Image.Image], prompt: str, examples: Sequence[Example]) -> Any:
-        if self._template is None:
-            return self._processor(images=list(images), text=[prompt] * len(images), return_tensors="pt")
-        # An example is a question that has been answered; an example without an image shows the style alone.
-        answered = [
-            message
-            for image, caption in examples
-            for message in (
-                _question(image, prompt),
-                {"role": "assistant", "content": [{"type": "text", "text": caption}]},
-            )
-        ]
-        chats = [[*answered, _question(image, prompt)] for image in images]
-        return self._processor.apply_chat_template(
-            chats,
-            chat_template=self._template,
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-
-    def _decoded(self, tokens: Tensor) -> list[str]:
-        return self._processor.post_process_image_text_to_text(tokens, skip_special_tokens=True)
 
     def _length(self, tokens: list[int]) -> tuple[int, bool]:
         """Return the number of tokens before the end, and whether there is none."""
@@ -147,22 +108,17 @@ def _quantization(quantize: str | None, device: str) -> dict[str, Any]:
     return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": device}
 
 
-def _question(image: Image.Image | None, prompt: str) -> dict[str, Any]:
-    shown = [] if image is None else [{"type": "image", "image": image}]
-    return {"role": "user", "content": [*shown, {"type": "text", "text": prompt}]}
-
-
 def _load_model(folder: Path, options: Mapping[str, Any]) -> Any:
     def load(attention: str) -> Any:
         # A configuration may name any attention implementation, also code in a repository on the Hub.
         # The argument replaces it only if the configuration is given apart.
         return AutoModelForImageTextToText.from_pretrained(
             folder,
-            config=AutoConfig.from_pretrained(folder, **_LOCAL),
+            config=AutoConfig.from_pretrained(folder, **LOCAL),
             attn_implementation=attention,
             use_safetensors=True,
             **options,
-            **_LOCAL,
+            **LOCAL,
         )
 
     try:
@@ -172,33 +128,6 @@ def _load_model(folder: Path, options: Mapping[str, Any]) -> Any:
         if "scaled_dot_product_attention" not in str(err):
             raise
         return load("eager")
-
-
-def _load_processor(folder: Path) -> Any:
-    # Pillow's image processors give the same pixels on all machines; torchvision's resize differs.
-    options: dict[str, Any] = {"backend": "pil", **_LOCAL}
-    try:
-        return AutoProcessor.from_pretrained(folder, **options)
-    except ImportError:
-        # A processor that also reads videos does so with torchvision alone.
-        config = AutoConfig.from_pretrained(folder, **_LOCAL)
-        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-        if kind is None or "video_processor" not in kind.get_attributes():
-            raise
-        return _for_images(kind).from_pretrained(folder, **options)
-
-
-def _for_images(kind: type[Any]) -> type[Any]:
-    """Return a processor class that loads and uses everything of `kind` but its processor of videos."""
-
-    class ForImages(kind):
-        # transformers loads the parts that this signature names.
-        def __init__(self, image_processor: Any, tokenizer: Any, **settings: Any) -> None:
-            super().__init__(
-                image_processor=image_processor, tokenizer=tokenizer, video_processor=None, **settings
-            )
-
-    return ForImages
 
 
 def _written_tokens(output: Tensor, input_ids: Tensor) -> list[list[int]]:
@@ -225,7 +154,7 @@ def _writer(captions: CaptionSettings, encoding: Encoding, device: str) -> Capti
     if captions.tagger is not None:
         return Tagger(encoding.model_folder, captions.tagger).captions
     model = Captioner(encoding.model_folder, encoding.settings["dtype"], device, quantize=captions.quantize)
-    examples = _examples(encoding.settings)
+    examples = shown_examples(encoding.settings[EXAMPLES], encoding.settings["background"])
     if examples and not model.takes_examples:
         raise ModelError(
             "captions.examples require a model with a chat template, which this one lacks",
@@ -233,17 +162,6 @@ def _writer(captions: CaptionSettings, encoding: Encoding, device: str) -> Capti
             fix="remove captions.examples, or use a model that was trained for chats",
         )
     return lambda images: model.captions(images, captions.prompt, captions.max_tokens, examples)
-
-
-def _examples(settings: Mapping[str, Any]) -> list[Example]:
-    red, green, blue = settings["background"]
-    examples: list[Example] = []
-    for each in settings[EXAMPLES]:
-        image = each["image"]
-        if image is not None:
-            image = Image.fromarray(example_pixels(image, (red, green, blue)))
-        examples.append((image, each["caption"]))
-    return examples
 
 
 class CaptionEncoder:
@@ -333,16 +251,3 @@ class CaptionEncoder:
             fix="free the device, set captions.dtype: bfloat16 or captions.quantize: int8, lower "
             "captions.resolution, or use a smaller model",
         )
-
-
-@contextmanager
-def _explained(folder: Path) -> Generator[None]:
-    try:
-        yield
-    except (ImportError, OSError, ValueError) as err:
-        raise ModelError(
-            f"the captioning model cannot be loaded: {str(err).strip().splitlines()[0]}",
-            where=str(folder),
-            fix="set captions.model to a model that AutoModelForImageTextToText of transformers loads, or "
-            "install the package that the message names",
-        ) from err

@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.memory.job import MemoryForecast, MemoryJob, StageMemory
+from pipeline.memory.job import CaptionerJob, MemoryForecast, MemoryJob, StageMemory
+from pipeline.memory.worker.captioning import caption_memory
 from pipeline.memory.worker.changes import cheapest_change
 from pipeline.memory.worker.encoding import latents_bytes, text_memory
 from pipeline.models.worker.family import load_family
@@ -56,6 +57,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     fits = usable_bytes is None or trained.device <= usable_bytes
     return MemoryForecast(
         stages=(
+            *_caption_stage(job, process_bytes, usable_bytes),
             StageMemory("encode latents", latents_device, process_bytes + vae, _LATENTS_NOTE),
             StageMemory(
                 "encode text", text.device, process_bytes + text.host, _text_note(text_dtypes, text.notes)
@@ -75,6 +77,34 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
         change=None if fits or usable_bytes is None else cheapest_change(training, recipe, usable_bytes),
         machine_bytes=machine_bytes(),
     )
+
+
+def _caption_stage(job: MemoryJob, process_bytes: int, usable_bytes: int | None) -> list[StageMemory]:
+    """Return the stage of the captioning model that needs most memory; empty without one."""
+    stages: list[StageMemory] = []
+    for captioner in job.captioners:
+        memory = caption_memory(captioner, quantize=captioner.captions.quantize)
+        notes = [memory.note] if memory.note else []
+        if usable_bytes is not None and memory.device > usable_bytes:
+            notes.append(_smaller_captioner(captioner, usable_bytes))
+        host = process_bytes + memory.host
+        stages.append(StageMemory("write captions", memory.device, host, "; ".join(notes)))
+    return sorted(stages, key=lambda stage: stage.device_bytes)[-1:]
+
+
+def _smaller_captioner(job: CaptionerJob, usable_bytes: int) -> str:
+    """Return the first setting with which a captioning model fits."""
+    changed: list[str] = []
+    if job.dtype == "float32":
+        changed.append("captions.dtype: bfloat16")
+        job = replace(job, dtype="bfloat16")
+        if caption_memory(job, quantize=job.captions.quantize).device <= usable_bytes:
+            return f"it does not fit, set {changed[0]}"
+    if job.captions.quantize is None:
+        changed.append("captions.quantize: int8")
+        if caption_memory(job, quantize="int8").device <= usable_bytes:
+            return f"it does not fit, set {' and '.join(changed)}"
+    return "it does not fit, lower captions.resolution or use a smaller model"
 
 
 def _offload(training: TrainingForecast, recipe: Recipe, usable_bytes: int | None) -> Literal["none"] | int:
