@@ -25,9 +25,9 @@ from dagster import (
     sensor,
 )
 
-from assets.automation import continued_runs, is_recipe_run, selected_assets
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, HIDDEN_JOB, RECIPE_TAG
+from assets.recipe_runs import continued_runs, is_recipe_run, selected_assets
 from pipeline.errors import counted
 from pipeline.recipe import BrokenRecipe, Recipe
 from resources.failures import Problem, has_closed_gate

@@ -47,12 +47,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
 
 
 @pytest.fixture
-def instance() -> Iterator[DagsterInstance]:
-    with DagsterInstance.ephemeral() as instance:
-        yield instance
-
-
-@pytest.fixture
 def recipe(tmp_path: Path, tiny_sd: Path) -> Recipe:
     (tmp_path / "data").mkdir()
     for name, width in (("rose", 64), ("lily", 60)):

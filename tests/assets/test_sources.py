@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ from resources.run_worker import MACHINE_TAG
 from tests.small_recipe import small_recipe
 
 FLOWERS, FACES = (AssetKey([name, "raw_images"]) for name in ("flowers", "faces"))
-
-
-@pytest.fixture
-def instance() -> Iterator[DagsterInstance]:
-    with DagsterInstance.ephemeral() as instance:
-        yield instance
 
 
 @pytest.fixture

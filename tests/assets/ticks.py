@@ -1,0 +1,67 @@
+"""Ticks of the sensor that watches datasets, with a real instance and real folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dagster import (
+    DagsterInstance,
+    DagsterRunStatus,
+    RepositoryDefinition,
+    build_sensor_context,
+    job,
+)
+
+from assets.definitions import build_definitions
+from assets.names import ATTEMPT_TAG, RECIPE_TAG
+from pipeline.recipe import Recipe
+from tests.small_recipe import small_recipe
+
+ENABLED = {"enabled": True}
+
+
+def recipe(folder: Path, **recache: object) -> Recipe:
+    """Return a recipe with an enabled sensor and a folder of images."""
+    (folder / "data").mkdir(exist_ok=True)
+    return small_recipe(folder, recache={"enabled": True, **recache})
+
+
+def repository_of(recipe: Recipe) -> RepositoryDefinition:
+    """Return the code location of one recipe."""
+    return build_definitions([recipe]).get_repository_def()
+
+
+class Ticks:
+    """Ticks of one sensor, each with the cursor of the previous one."""
+
+    def __init__(self, folder: Path, instance: DagsterInstance) -> None:
+        self.repository = repository_of(recipe(folder))
+        self.sensor = self.repository.get_sensor_def("flowers_dataset_changed")
+        self.instance = instance
+        self.cursor: str | None = None
+        self.attempts: list[str] = []
+
+    def evaluate(self, status: DagsterRunStatus = DagsterRunStatus.SUCCESS) -> str:
+        """Return "run" for a requested run, which then ends in `status`, and the skip reason otherwise."""
+        context = build_sensor_context(
+            self.instance, cursor=self.cursor, repository_def=self.repository, sensor_name=self.sensor.name
+        )
+        result = self.sensor.evaluate_tick(context)
+        self.cursor = result.cursor
+        for request in result.run_requests or []:
+            self.attempts.append(request.tags[ATTEMPT_TAG])
+            assert request.run_key is None, "with a run key, an earlier state would never run again"
+            assert request.tags[RECIPE_TAG] == "flowers"
+            self.record("flowers_cache", status)
+        return "run" if result.run_requests else str(result.skip_message)
+
+    def record(self, job: str, status: DagsterRunStatus) -> str:
+        """Record a run of the recipe that has ended in `status`, and return its id."""
+        tags = {RECIPE_TAG: "flowers"}
+        job_def = self.repository.get_job(job)
+        return self.instance.create_run_for_job(job_def, status=status, tags=tags).run_id
+
+
+@job
+def empty_job() -> None:
+    """A job without steps, of which runs can be recorded in any status."""
