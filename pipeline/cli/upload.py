@@ -7,7 +7,7 @@ import click
 from pipeline.cli.conventions import RECIPE_WITH_OUTPUTS, bytes_text, echo
 from pipeline.cli.json_output import give
 from pipeline.recipe import Recipe
-from pipeline.trained_lora.export.lora_files import LORA_FOLDER, layouts_of
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER, lora_file_names
 
 
 @click.command(short_help="Upload the published LoRA to the Hugging Face Hub.")
@@ -31,8 +31,8 @@ def command(recipe: Recipe, repository: str, *, public: bool, licence: str | Non
     """
     from pipeline.trained_lora.export.hub_upload import prepare_upload, upload
 
-    folder, layouts = recipe.output_dir / LORA_FOLDER, layouts_of(recipe.training.lora)
-    prepared = prepare_upload(folder, recipe.name, repository, licence=licence, layouts=layouts)
+    folder, names = recipe.output_dir / LORA_FOLDER, lora_file_names(recipe)
+    prepared = prepare_upload(folder, recipe.name, repository, licence=licence, names=names)
     total = sum(map(prepared.num_bytes, prepared.files))
     echo(f"{'would upload' if dry_run else 'uploading'} {bytes_text(total)} to {repository}")
     for name in prepared.files:

@@ -14,7 +14,7 @@ import polars as pl
 from pipeline.errors import RecipeError
 from pipeline.storage.checked_json import write_checked
 from pipeline.storage.tables import Tables
-from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
+from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, native_file_name
 from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, hold_idle_run, read_record, run_folder
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def take_over_run(source: Recipe, variant: SweepVariant, target: Recipe) -> Path
     if not variant.run or not before.facts.is_file() or folder.exists():
         return None
     names = {layout_file(each, source.name): layout_file(each, target.name) for each in LAYOUTS}
+    names[native_file_name(source.name)] = native_file_name(target.name)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     with hold_idle_run(before):

@@ -122,6 +122,7 @@ class LoraSettings(Settings):
             )
         ),
         ("lokr_factor", "kind", "lokr"),
+        ("native_file", "kind", "loha", "lokr"),
         ("oft_block_size", "kind", "oft"),
         # peft's OFT has one block size for all layers, and rotates the inputs of linear layers only.
         *(
@@ -272,6 +273,12 @@ class LoraSettings(Settings):
         description="Number format of the matrices in the exported files. float16 and bfloat16 halve the "
         "files and round each number, by up to 1/2048 and 1/256 of its size. Alpha, DoRA's magnitudes and "
         "training stay float32. A finished run is trained again if this key changes.",
+    )
+    native_file: bool = Field(
+        default=False,
+        description="For kind: loha and lokr, also export `<recipe>_lycoris.safetensors` in the kind's own "
+        "format, which is smaller than the converted LoRA. ComfyUI reads it, and for UNets LyCORIS. A "
+        "finished run is trained again if this key changes.",
     )
     start_from: Annotated[Path, BeforeValidator(check_path)] | None = Field(
         default=None,

@@ -162,7 +162,8 @@ KEYS = {
         *_keys(
             "training.lora",
             "rank alpha kind lokr_factor oft_block_size dropout rank_dropout module_dropout "
-            "scale_weight_norms targets conv_rank conv_alpha loraplus_ratio dora rslora init save_dtype",
+            "scale_weight_norms targets conv_rank conv_alpha loraplus_ratio dora rslora init save_dtype "
+            "native_file",
         ),
         *_keys(
             "training.lora.ranks",

@@ -33,6 +33,7 @@ from pipeline.trained_lora.export.lora_files import (
     layout_file,
     layouts_of,
     module_scale,
+    native_file_name,
     read_lora_file,
     stored_magnitudes,
 )
@@ -82,14 +83,14 @@ class _Result:
     modules: list[LoraModule]
     recorded: dict[str, dict[str, Any]]
     files: dict[Layout, LoraFile]
+    native: Path | None
 
     @cached_property
     def changed_files(self) -> list[str]:
         """Names of published files that changed after the run compared them with the trained weights."""
+        paths = [file.path for file in self.files.values()] + ([self.native] if self.native else [])
         return [
-            file.path.name
-            for file in self.files.values()
-            if self.recorded.get(file.path.name, {}).get("sha256") != file_sha256(file.path)
+            path.name for path in paths if self.recorded.get(path.name, {}).get("sha256") != file_sha256(path)
         ]
 
     @property
@@ -154,6 +155,7 @@ def _read_result(context: CheckContext) -> _Result:
                 each: read_lora_file(lora / layout_file(each, recipe.name))
                 for each in layouts_of(recipe.training.lora)
             },
+            native=lora / native_file_name(recipe.name) if recipe.training.lora.native_file else None,
         )
     except (KeyError, TypeError, ValueError) as err:
         what = f"the record of the run is damaged: {err}"
@@ -281,10 +283,10 @@ def _reload_equals(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     is_rotation = any(module.rotation for module in result.modules)
     difference = _rotation_difference if is_rotation else _layout_difference
+    for name in result.changed_files:
+        reason = "the file changed after the run verified it"
+        rows.append({"file": name, "module": "", "reason": reason})
     for layout, file in result.files.items():
-        if file.path.name in result.changed_files:
-            reason = "the file changed after the run verified it"
-            rows.append({"file": file.path.name, "module": "", "reason": reason})
         rows += [
             {"file": file.path.name, "module": module.name, "reason": reason}
             for module in result.modules

@@ -99,6 +99,7 @@ RECIPE_FACTS = (
     RecipeFact("lora.learning_rates", "training.lora.learning_rates", default=[], since="0.3.0"),
     RecipeFact("lora.loraplus_ratio", "training.lora.loraplus_ratio", default=None, since="0.3.0"),
     RecipeFact("lora.save_dtype", "training.lora.save_dtype", default="float32", since="0.3.0"),
+    RecipeFact("lora.native_file", "training.lora.native_file", default=False, since="0.4.0"),
     RecipeFact("compile", "training.compile"),
 )
 """Recipe keys that decide the weights by their value; other keys are in `DERIVED_KEYS`.

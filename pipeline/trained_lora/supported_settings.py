@@ -66,9 +66,18 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
 
 
 def require_rotation_keys(settings: TrainingSettings, family: Family) -> None:
-    """Raise TrainingError if ComfyUI's layout of the family cannot hold the recipe's OFT."""
+    """Raise TrainingError if ComfyUI's layout of the family cannot hold the recipe's OFT, LoHa or LoKr."""
     keys = family.spec.lora
-    if settings.lora.kind != "oft" or not (isinstance(keys, StackedKeys) and keys.comfyui_as_kohya):
+    if not (isinstance(keys, StackedKeys) and keys.comfyui_as_kohya):
+        return
+    if settings.lora.native_file:
+        raise TrainingError(
+            f"lora.native_file is not available for {family.spec.name}: ComfyUI's model joins query, key and "
+            f"value to one layer, and no {settings.lora.kind} equals three of them",
+            where="training.lora.native_file",
+            fix="remove it; the converted LoRA works in ComfyUI",
+        )
+    if settings.lora.kind != "oft":
         return
     raise TrainingError(
         f"kind: oft is not available for {family.spec.name}: ComfyUI's model joins query, key and value to "

@@ -198,6 +198,7 @@ EFFECTS: dict[str, Effect] = {
     "training.lora.scale_weight_norms": _run({"lora": {"scale_weight_norms": 1.0}}),
     "training.lora.timestep_ranks.min_rank": _run({"lora": {"timestep_ranks": {"min_rank": 2}}}),
     "training.lora.timestep_ranks.power": _run({"lora": {"timestep_ranks": {"power": 2.0}}}),
+    "training.lora.native_file": _run({"lora": {"native_file": True}}, lora={"kind": "loha"}),
     "training.lora.targets": _run({"lora": {"targets": "blocks"}}),
     "training.lora.modules": _run({"lora": {"modules": ["*.attn2.*"]}}),
     "training.lora.conv_rank": _run({"lora": {"conv_rank": 4}}),

@@ -16,7 +16,6 @@ from pipeline.trained_lora.export.lora_files import (
     LAYOUTS,
     PROVENANCE_FILE,
     SHEET_FILE,
-    Layout,
     layout_file,
 )
 from pipeline.trained_lora.export.model_card import PLACE
@@ -44,7 +43,7 @@ def prepare_upload(
     repository: str,
     *,
     licence: str | None,
-    layouts: Sequence[Layout] = LAYOUTS,
+    names: Sequence[str] | None = None,
 ) -> HubUpload:
     """Return the upload of a recipe's published LoRA, without a request.
 
@@ -53,7 +52,7 @@ def prepare_upload(
         recipe_name: Name of the recipe, which the names of the files contain.
         repository: Repository on the Hub, as owner/name.
         licence: Licence of the LoRA, by the Hub's identifier, such as "cc-by-4.0"; None states none.
-        layouts: Layouts of the files, see `layouts_of`.
+        names: Names of the LoRA files, see `lora_file_names`; None for those of a LoRA.
 
     Raises:
         TrainingError: The folder has no LoRA, or the name of the repository is invalid.
@@ -69,7 +68,8 @@ def prepare_upload(
         fix = "pass it as owner/name, such as anna/flowers-lora"
         raise TrainingError(f"invalid name of a repository: {err}", where=repository, fix=fix) from err
 
-    names = [*(layout_file(layout, recipe_name) for layout in layouts), PROVENANCE_FILE]
+    lora_names = names or [layout_file(layout, recipe_name) for layout in LAYOUTS]
+    names = [*lora_names, PROVENANCE_FILE]
     missing = [name for name in (*names, CARD_FILE) if not (lora / name).is_file()]
     if missing:
         fix = f"train the recipe first: latentline run {recipe_name}"

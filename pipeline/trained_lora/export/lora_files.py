@@ -72,6 +72,12 @@ ROTATION_LAYOUTS: tuple[Layout, ...] = ("diffusers", "comfyui")
 """Layouts of OFT. No program reads it under kohya's names, and kohya's layers that join query, key and value
 have one input, which cannot have three rotations."""
 
+NATIVE_MATRICES = (
+    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    *("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+)
+"""Endings of the matrices of LoHa and LoKr in their own format, as in peft."""
+
 ROTATION = ".oft_R.weight"
 """Ending of the keys of OFT's rotations, in any layout and under peft's names."""
 
@@ -160,6 +166,11 @@ def layout_file(layout: Layout, recipe_name: str) -> str:
     return f"{recipe_name}_{layout}.safetensors"
 
 
+def native_file_name(recipe_name: str) -> str:
+    """Return the name of the file with a LoHa or LoKr in its own format."""
+    return f"{recipe_name}_lycoris.safetensors"
+
+
 def layouts_of(lora: LoraSettings) -> tuple[Layout, ...]:
     """Return the layouts of the files that a run with these settings exports."""
     return ROTATION_LAYOUTS if lora.kind == "oft" else LAYOUTS
@@ -167,7 +178,8 @@ def layouts_of(lora: LoraSettings) -> tuple[Layout, ...]:
 
 def lora_file_names(recipe: Recipe) -> list[str]:
     """Return the names of the files that a run of the recipe exports, in the order of their layouts."""
-    return [layout_file(layout, recipe.name) for layout in layouts_of(recipe.training.lora)]
+    names = [layout_file(layout, recipe.name) for layout in layouts_of(recipe.training.lora)]
+    return [*names, *([native_file_name(recipe.name)] if recipe.training.lora.native_file else [])]
 
 
 @dataclass(frozen=True)
@@ -211,7 +223,7 @@ class LoraModule:
 
     def keys(self, layout: Layout) -> tuple[str, str, str | None]:
         """Return the keys of (down, up, alpha); the diffusers layout has no alpha tensor."""
-        key = self._key(layout)
+        key = self.key(layout)
         if layout == "diffusers":
             return f"{key}.lora_A.weight", f"{key}.lora_B.weight", None
         return f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"
@@ -219,11 +231,11 @@ class LoraModule:
     def magnitude_key(self, layout: Layout) -> str:
         """Return the key of the DoRA magnitudes."""
         suffix = "lora_magnitude_vector" if layout == "diffusers" else "dora_scale"
-        return f"{self._key(layout)}.{suffix}"
+        return f"{self.key(layout)}.{suffix}"
 
     def rotation_key(self, layout: Layout) -> str:
         """Return the key of the rotation."""
-        return f"{self._key(layout)}{ROTATION}"
+        return f"{self.key(layout)}{ROTATION}"
 
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Return key to shape of each tensor of the module, or of the layer that contains it."""
@@ -257,7 +269,7 @@ class LoraModule:
 
     def outs(self, layout: Layout) -> tuple[int, ...]:
         """Return the rows of each part's `up` in the layer that contains the module."""
-        is_part = layout != "diffusers" and self._key(layout) == self.kohya
+        is_part = layout != "diffusers" and self.key(layout) == self.kohya
         return (self.kohya_outs if is_part else ()) or (self.out_features,)
 
     def ranks(self, layout: Layout) -> tuple[int, ...]:
@@ -265,7 +277,8 @@ class LoraModule:
         outs = self.outs(layout)
         return (self.kohya_ranks if len(outs) > 1 else ()) or (self.rank,) * len(outs)
 
-    def _key(self, layout: Layout) -> str:
+    def key(self, layout: Layout) -> str:
+        """Return the key of the module or of the layer that contains it, without a tensor's ending."""
         return {"diffusers": self.diffusers, "kohya": self.kohya, "comfyui": self.comfyui}[layout]
 
     @staticmethod
@@ -344,9 +357,9 @@ def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def is_factor(key: str) -> bool:
-    """Return whether a key, in any layout, names a down or up matrix, or a rotation."""
+    """Return whether a key, in any layout, names a matrix of a LoRA, LoHa or LoKr, or a rotation."""
     endings = (".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight", ROTATION)
-    return key.endswith(endings)
+    return key.endswith(endings) or key.rpartition(".")[2] in NATIVE_MATRICES
 
 
 def is_magnitude(key: str) -> bool:

@@ -88,6 +88,21 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     return {**base_model_metadata(family), **{name: str(value) for name, value in values.items()}}
 
 
+def native_metadata(lora: LoraSettings) -> dict[str, str] | None:
+    """Return the metadata that the file of a LoHa or LoKr in its own format has instead; None without one."""
+    if not lora.native_file:
+        return None
+    arguments = {name: value for name, value in _network_arguments(lora).items() if name != "trained_as"}
+    factor = {"factor": lora.kronecker_factor} if lora.kind == "lokr" else {}
+    values = {
+        "ss_network_module": "lycoris.kohya",
+        "ss_network_dim": lora.rank,
+        "ss_network_alpha": lora.alpha,
+        "ss_network_args": json.dumps({"algo": lora.kind, **factor, **arguments}, sort_keys=True),
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
 def base_model_metadata(family: Family) -> dict[str, str]:
     """Return the metadata that names the kind of base model that a LoRA is for."""
     values = {

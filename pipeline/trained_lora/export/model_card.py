@@ -10,7 +10,7 @@ from pipeline.escaping import markdown_text, printable
 from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.recipe.lora import DEFAULT_OFT_BLOCK_SIZE
-from pipeline.trained_lora.export.lora_files import SHEET_FILE
+from pipeline.trained_lora.export.lora_files import SHEET_FILE, native_file_name
 
 PLACE = '"<this folder>"'
 """Argument of `load_lora_weights` in the card, for a reader to replace."""
@@ -71,7 +71,7 @@ def model_card(
         *(_rotation_usage if is_rotation else _usage)(base, has_zero_snr=has_zero_snr),
         "",
         *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
-        *(_rotation_programs if is_rotation else _programs)(name),
+        *(_rotation_programs(name) if is_rotation else _programs(name, native=_native_kind(record))),
         "",
         *(_previews(headings) if has_sheet else []),
         "| | |",
@@ -100,11 +100,20 @@ def _usage(base: str, *, has_zero_snr: bool) -> list[str]:
     ]
 
 
-def _programs(name: str) -> list[str]:
-    return [
+def _programs(name: str, *, native: str = "") -> list[str]:
+    lines = [
         f"Use {markdown_text(f'{name}_kohya.safetensors')} with kohya's tools and "
         f"{markdown_text(f'{name}_comfyui.safetensors')} with ComfyUI."
     ]
+    if native:
+        file = markdown_text(native_file_name(name))
+        lines.append(f"{file} has the same {native} in its own format, which ComfyUI reads too.")
+    return lines
+
+
+def _native_kind(record: Mapping[str, Any]) -> str:
+    lora = record["recipe"]["training"]["lora"]
+    return {"loha": "LoHa", "lokr": "LoKr"}[lora["kind"]] if lora.get("native_file") else ""
 
 
 def _rotation_usage(base: str, *, has_zero_snr: bool) -> list[str]:

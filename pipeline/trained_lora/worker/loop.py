@@ -26,7 +26,7 @@ from pipeline.processes.pipes import rank
 from pipeline.processes.worker.devices import out_of_memory_as
 from pipeline.storage.atomic import write_text
 from pipeline.storage.os_errors import attach_path
-from pipeline.trained_lora.export.metadata import header_metadata
+from pipeline.trained_lora.export.metadata import header_metadata, native_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan, plan_text
 from pipeline.trained_lora.run_folder import RunLayout, hold_training
@@ -148,6 +148,7 @@ class _TrainingRun:
             job.recipe.name,
             header_metadata(job, self.family),
             save_dtype=job.recipe.training.lora.save_dtype,
+            native=native_metadata(job.recipe.training.lora),
         )
 
         holdout = job.inputs.held_out

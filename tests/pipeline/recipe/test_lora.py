@@ -56,6 +56,7 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "training.lora.timestep_ranks.min_rank",
             "must be below rank 16, got 16",
         ),
+        ({"native_file": True}, "training.lora.native_file", "requires kind: loha or lokr, got kind: lora"),
         ({"oft_block_size": 8}, "training.lora.oft_block_size", "requires kind: oft, got kind: lora"),
         (
             {"kind": "oft", "rank": 8},

@@ -73,6 +73,7 @@ def test_a_setting_that_does_not_apply_to_the_model_is_an_error_that_names_its_k
         ("Z-Image", {"loss": {"weighting": "debiased"}}, "training.loss.weighting"),
         ("Sana", {"lora": {"text_encoders": {}}}, "training.lora.text_encoders"),
         ("Lumina Image 2", {"lora": {"kind": "oft"}}, "training.lora.kind"),
+        ("Lumina Image 2", {"lora": {"kind": "lokr", "native_file": True}}, "training.lora.native_file"),
         ("Ideogram 4", {"timesteps": {"shift": 3.0}}, "training.timesteps.shift"),
     ],
 )

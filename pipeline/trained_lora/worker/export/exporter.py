@@ -31,12 +31,14 @@ from pipeline.trained_lora.export.lora_files import (
     LoraModule,
     is_factor,
     layout_file,
+    native_file_name,
 )
 from pipeline.trained_lora.export.metadata import at_step, readers_note
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
     FROZEN_ADAPTER,
     Networks,
+    adapter_state,
     collect,
     delta_weights,
     frozen_delta_sizes,
@@ -54,6 +56,7 @@ from pipeline.trained_lora.worker.export.layouts import (
     trained_weights,
 )
 from pipeline.trained_lora.worker.export.modules import describe_networks
+from pipeline.trained_lora.worker.export.native import native_delta, native_tensors, require_native_file
 from pipeline.trained_lora.worker.export.read_back import (
     empty_copy,
     largest_error,
@@ -157,11 +160,16 @@ class Exporter:
         metadata: Mapping[str, str],
         *,
         save_dtype: str = "float32",
+        native: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare the parts that the files of all steps share; `metadata` is added to each file's header."""
+        """Prepare the parts that the files of all steps share; `metadata` is added to each file's header.
+
+        With `native`, a LoHa or LoKr is also written in its own format, with this metadata in addition.
+        """
         self._family = family
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
+        self._native = native
         self._dtype: torch.dtype = getattr(torch, save_dtype)
         self._pipeline: Any = getattr(diffusers, family.model.index["_class_name"])
         self._empty_denoiser: Any = None
@@ -193,6 +201,10 @@ class Exporter:
                     folder / layout_file(layout, self._recipe_name),
                     metadata=metadata | readers_note(layout, stored.modules, keys),
                 )
+            if self._native is not None:
+                tensors = self._in_dtype(self._native_tensors(trained))
+                path = folder / native_file_name(self._recipe_name)
+                save_file(tensors, path, metadata={**metadata, **self._native})
             for path in folder.iterdir():
                 allow_readers(path)
         return self._verify(folder, trained)
@@ -285,7 +297,46 @@ class Exporter:
                 exact = layout == "diffusers"
                 error = max(error, largest_error(path, weights, expected, exact=exact, tolerance=tolerance))
             files.append(ExportedFile(path.name, error, len(trained.modules)))
-        return files
+        return [*files, *([] if self._native is None else [self._verify_native(folder, trained)])]
+
+    def _native_tensors(self, trained: _TrainedLora) -> dict[str, Tensor]:
+        """Return the tensors of the native file in float32."""
+        denoiser, text = self._by_network(trained)
+        state = adapter_state(trained.networks[""])
+        return {
+            **native_tensors(denoiser, state, self._native_layout),
+            **layout_tensors(self._native_layout, text, trained.state, {}),
+        }
+
+    def _verify_native(self, folder: Path, trained: _TrainedLora) -> ExportedFile:
+        path, layout = folder / native_file_name(self._recipe_name), self._native_layout
+        denoiser, _ = self._by_network(trained)
+        exact = self._native_tensors(trained)
+        stored = {key: each.float() for key, each in self._in_dtype(exact).items()}
+        require_native_file(path, stored)
+
+        # The file holds the stored numbers, so its error is their rounding.
+        deltas = delta_weights(trained.networks[""])
+        tolerance = 10 * RELOAD_TOLERANCE
+        largest = 0.0
+        for module in denoiser:
+            key, delta = module.key(layout), deltas[module.name]().flatten(1)
+            error = relative_difference(native_delta(exact, key), delta)
+            require_tolerable(module.name, error, where=path, tolerance=tolerance)
+            largest = max(largest, relative_difference(native_delta(stored, key), delta))
+        return ExportedFile(path.name, largest, len(trained.modules))
+
+    @property
+    def _native_layout(self) -> Layout:
+        # ComfyUI reads kohya's keys of UNets too, and LyCORIS reads no others.
+        return "kohya" if self._family.spec.denoiser_name == "unet" else "comfyui"
+
+    def _by_network(self, trained: _TrainedLora) -> tuple[list[LoraModule], list[LoraModule]]:
+        """Return the modules of the denoiser, and those of text encoders."""
+        prefix = f"{self._family.spec.denoiser_name}."
+        in_denoiser = [module.diffusers.startswith(prefix) for module in trained.modules]
+        pairs = [*zip(trained.modules, in_denoiser, strict=True)]
+        return [module for module, is_in in pairs if is_in], [module for module, is_in in pairs if not is_in]
 
     def _verify_rotations(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
         stored = trained.rounded(self._dtype)
