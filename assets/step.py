@@ -73,6 +73,9 @@ _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
 _READS_SHARDS = ("captions", "validated_dataset", "vae_latents", "text_embeddings")
 """Assets other than raw_images that read images or captions, which may be in shards."""
 
+_WITHOUT_CONTEXT = ("aspect_buckets", "vae_latents", "text_embeddings")
+"""Assets that read the base model, but never its context LoRA."""
+
 _NOT_SCANNED: dict[str, Any] = {
     **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
     **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
@@ -184,7 +187,9 @@ def code_version(recipe: Recipe, asset: str) -> str:
     own = _DATASET_FIELDS.get(asset, set[str]())
     if any(getattr(each, key) not in (None, ()) for each in recipe.datasets for key in own):
         fields = {**fields, "datasets": {"__all__": own}}
-    unused = {"datasets": {"__all__": _NOT_SCANNED}} if asset == "raw_images" else None
+    unused: dict[str, Any] = {"datasets": {"__all__": _NOT_SCANNED}} if asset == "raw_images" else {}
+    if recipe.model.context_lora is None or asset in _WITHOUT_CONTEXT:
+        unused = {**unused, "model": {"context_lora"}}
     settings = recipe.model_dump_json(include=fields, exclude=unused) + repr(versions)
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
 

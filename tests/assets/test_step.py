@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from assets.definitions import build_definitions
 from assets.step import code_version
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.check_specs import SPECS
+from pipeline.recipe.schema import ContextLoraSettings
 from tests.small_recipe import small_recipe
 
 
@@ -29,8 +31,16 @@ def recipe(tmp_path: Path) -> Recipe:
         ("checks", {"near_duplicate_bits": 9}, {"validated_dataset"}),
         ("checks", {"max_rejected_fraction": 0.9}, set()),
         ("buckets", {"underfilled": "drop"}, {"aspect_buckets", "trained_lora"}),
+        ("model", {"context_lora": ContextLoraSettings(path=Path("a.safetensors"))}, {"trained_lora"}),
     ],
-    ids=["dtype", "max_image_pixels", "near_duplicate_bits", "max_rejected_fraction", "underfilled"],
+    ids=[
+        "dtype",
+        "max_image_pixels",
+        "near_duplicate_bits",
+        "max_rejected_fraction",
+        "underfilled",
+        "context_lora",
+    ],
 )
 def test_a_recipe_setting_changes_the_code_versions_of_the_assets_it_decides(
     recipe: Recipe, section: str, change: dict[str, object], changed: set[str]
@@ -154,3 +164,10 @@ def test_the_code_version_of_text_embeddings_without_references_changes_with_the
         "model": {"base": "stabilityai/stable-diffusion-xl-base-1.0"},
     }
     assert code_version(recipe_from_mapping("flowers", values), TEXT) == "3b431e2f7386"
+
+
+def test_recipes_without_a_context_lora_keep_the_versions_of_recipes_before_that_key(recipe: Recipe) -> None:
+    settings = recipe.model_dump_json(include={"latents", "model"}, exclude={"model": {"context_lora"}})
+    versions = repr(step.ALGORITHM_VERSIONS["vae_latents"])
+    expected = hashlib.sha256((settings + versions).encode()).hexdigest()[:12]
+    assert code_version(recipe, "vae_latents") == expected
