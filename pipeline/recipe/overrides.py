@@ -24,6 +24,9 @@ OVERRIDABLE: Mapping[str, KeyPath] = {
 _EXCLUDED: Mapping[KeyPath, str] = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}
 """Key of `training` that a key replaces, because the two exclude each other."""
 
+_PLACES = ("name", "source", "output_address", "packed_paths")
+"""Fields of a loaded recipe that its file does not have."""
+
 CONTINUE = "continue_run"
 """Setting of a run that is not a recipe key: the run that it continues, see `trained_lora.continued`."""
 
@@ -73,7 +76,7 @@ def with_values(recipe: Recipe, values: Mapping[KeyPath, Any], *, place: str) ->
     data = recipe.model_dump(mode="json", exclude_unset=True)
 
     # Files lack these keys, and `find_mistakes` validates the content of a file.
-    identity = {name: data.pop(name) for name in ("name", "source", "output_address") if name in data}
+    identity = {name: data.pop(name) for name in _PLACES if name in data}
     for path, value in values.items():
         if (other := _EXCLUDED.get(path)) is not None:
             data.get("training", {}).pop(other, None)
