@@ -23,11 +23,13 @@ class HubRepository:
     Attributes:
         commits: Files of each commit by its hash, oldest first.
         requested: Revisions of which files were read.
+        read: Paths of files that were read, once for each request.
         num_failures: Number of next requests that are answered with status 503.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict[str, dict[str, bytes]])
     requested: set[str] = field(default_factory=set[str])
+    read: list[str] = field(default_factory=list[str])
     num_failures: int = 0
 
     def push(self, files: dict[str, bytes]) -> str:
@@ -86,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200 if entries else 404, entries, None if entries else "EntryNotFound")
         elif path in files:
             self.repository.requested.add(revision)
+            self.repository.read.append(path)
             self._file(files[path], commit)
         else:
             self._json(404, {"error": "Entry not found"}, "EntryNotFound")

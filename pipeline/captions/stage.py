@@ -19,6 +19,7 @@ from pipeline.encoding.jobs import Failure
 from pipeline.errors import counted
 from pipeline.log import Log
 from pipeline.processes.launch import Launch
+from pipeline.raw_images.commits import at_scanned_commits
 from pipeline.raw_images.manifest import manifests_with_columns
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.sources import sources_of
@@ -53,6 +54,7 @@ def caption_images(
         StoreError: The cache cannot be read or written.
     """
     watch = Stopwatch()
+    recipe = at_scanned_commits(recipe)
     entries = RecipeEntries(recipe, log=log)
     images = images_to_caption(recipe, raw, log=log)
     if sample is not None:

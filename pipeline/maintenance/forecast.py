@@ -44,6 +44,7 @@ from pipeline.models.recipe_support import (
 from pipeline.models.resolve import check_local_base
 from pipeline.models.training_adapter import check_training_adapter
 from pipeline.raw_images import checks as raw_images
+from pipeline.raw_images.commits import COMMITS, with_commits
 from pipeline.raw_images.stage import scan
 from pipeline.raw_images.walk import require_folders
 from pipeline.recipe.check_specs import PATH_ISOLATION
@@ -167,6 +168,7 @@ def forecast(recipe: Recipe, tables: Tables, *, continue_run: str | None = None,
 
     # A forecast leaves the output folder as it is, also the indexes of the files that it reads.
     raw = scan(recipe, tables, log=log, remember=False)
+    recipe = with_commits(recipe, raw.report[COMMITS])
     entries = RecipeEntries(recipe, log=log)
     captioned = forecast_captions(entries, tables, raw.table)
     written = captioned and captioned.table

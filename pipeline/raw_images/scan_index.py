@@ -17,6 +17,7 @@ import polars as pl
 from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.reporting.progress import progress
 from pipeline.storage.atomic import write_atomically
+from pipeline.storage.hub_revision import without_commit
 from pipeline.storage.tables import REJECTED, read_rows, write_rows
 from pipeline.versions import CAPTIONS_VERSION, REPLACE_VERSION
 
@@ -162,7 +163,8 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     # Captions that were read before these keys existed stay valid.
     unset = {key for key in ("replace", "class_words", "drop_tags") if not getattr(settings.captions, key)}
     captions = settings.captions.model_dump_json(exclude=unset)
-    rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
+    # A new commit changes the version of each file that it changes, and no other file is read again.
+    rule = f"{CAPTIONS_VERSION}\0{links}\0{without_commit(settings.root)}\0{captions}"
     if settings.captions.replace:
         rule += f"\0replace {REPLACE_VERSION}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]

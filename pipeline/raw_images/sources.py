@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeline.raw_images.commits import at_scanned_commits
 from pipeline.storage.remote_source import RemoteSource, source_at
 from pipeline.storage.source import LocalSource
 
@@ -27,9 +28,9 @@ def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource 
 
 
 def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
-    """Return the source of each dataset by the dataset's name."""
-    limit = recipe.checks.max_file_bytes
-    return {settings.name: source_of(settings, max_file_bytes=limit) for settings in recipe.datasets}
+    """Return the source of each dataset, at the commit of the last scan, by the dataset's name."""
+    limit, datasets = recipe.checks.max_file_bytes, at_scanned_commits(recipe).datasets
+    return {settings.name: source_of(settings, max_file_bytes=limit) for settings in datasets}
 
 
 def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSource | RemoteSource]]:
@@ -39,7 +40,7 @@ def side_input_sources_of(recipe: Recipe, kind: str) -> dict[str, list[LocalSour
     """
     limit = recipe.checks.max_file_bytes
     sources: dict[str, list[LocalSource | RemoteSource]] = {}
-    for settings in recipe.datasets:
+    for settings in at_scanned_commits(recipe).datasets:
         for section in settings.side_inputs:
             if section.kind == kind:
                 key, folder = settings.folder_of(section)

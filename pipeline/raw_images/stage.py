@@ -20,6 +20,7 @@ from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, sniff
 from pipeline.log import Log
+from pipeline.raw_images.commits import COMMITS, current_commits, with_commits
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_files, write_rejected_files
 from pipeline.raw_images.shards import unpack_shards
@@ -63,6 +64,8 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     """
     stopwatch = Stopwatch()
     unpack_shards(recipe, log=log)
+    commits = current_commits(recipe)
+    recipe = with_commits(recipe, commits)
     max_file_bytes = recipe.checks.max_file_bytes
     datasets = [walk_dataset(settings, log, max_file_bytes=max_file_bytes) for settings in recipe.datasets]
     files = pl.concat([dataset.images for dataset in datasets])
@@ -95,6 +98,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
         "read": len(new_files),
         "unchanged": len(unchanged),
         "rejected_unchanged": len(still_rejected),
+        COMMITS: commits,
         **stopwatch.numbers(),
     }
     return StageResult(

@@ -10,11 +10,19 @@ from pipeline.storage.retry import retry
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
+_AT_COMMIT = re.compile(r"(hf://[^@]*)@[0-9a-f]{40}(?=/|$)")
 
-def at_commit(address: Address) -> Address:
+
+def without_commit(address: Address) -> str:
+    """Return the text of an address without the commit that `at_commit` has added."""
+    return _AT_COMMIT.sub(r"\1", str(address))
+
+
+def at_commit(address: Address, known: dict[str, str] | None = None) -> Address:
     """Return an `hf://` address at its current commit; any other address unchanged.
 
     Files that are read below the result are of one commit, also if somebody pushes to the branch meanwhile.
+    `known` has the commits of repositories that were looked up before, and gets new ones.
 
     Raises:
         Exception: Any error of huggingface_hub, for a repository that cannot be read.
@@ -29,8 +37,12 @@ def at_commit(address: Address) -> Address:
 
     from huggingface_hub import HfApi
 
-    info = retry(
-        lambda: HfApi().repo_info(resolved.repo_id, repo_type=resolved.repo_type, revision=resolved.revision)
-    )
-    root = resolved.root.partition("@")[0]
-    return Url("::".join([*inner, f"hf://{root}@{info.sha}/{resolved.path_in_repo}".rstrip("/")]))
+    known = {} if known is None else known
+    if resolved.root not in known:
+        name, kind, revision = resolved.repo_id, resolved.repo_type, resolved.revision
+        known[resolved.root] = str(
+            retry(lambda: HfApi().repo_info(name, repo_type=kind, revision=revision)).sha
+        )
+    repository = resolved.root.partition("@")[0]
+    pinned = f"hf://{repository}@{known[resolved.root]}/{resolved.path_in_repo}".rstrip("/")
+    return Url("::".join([*inner, pinned]))

@@ -20,6 +20,7 @@ from pipeline.errors import DatasetError
 from pipeline.log import Log
 from pipeline.models.recipe_support import require_preview_prompts
 from pipeline.processes.launch import Launch
+from pipeline.raw_images.commits import at_scanned_commits
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import REJECTED, columns_in, frame, row_names, selected, validated
 from pipeline.text_embeddings.caption_rows import CAPTION_COLUMNS, FILES, file_images, text_rows
@@ -89,6 +90,7 @@ def cache_text(
         StoreError: The cache cannot be read or written.
     """
     watch = Stopwatch()
+    recipe = at_scanned_commits(recipe)
     entries = RecipeEntries(recipe, log=log)
     require_preview_prompts(recipe, entries.family)
 

@@ -17,6 +17,7 @@ from pipeline.images.geometry import Geometry, Size
 from pipeline.log import Log
 from pipeline.models.recipe_support import require_references
 from pipeline.processes.launch import Launch
+from pipeline.raw_images.commits import at_scanned_commits
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.side_inputs import MASKS, SIDE_INPUTS, SideInput
 from pipeline.side_inputs.images import mean_entries
@@ -81,6 +82,7 @@ def cache_latents(
         StoreError: The cache cannot be read or written.
     """
     watch = Stopwatch()
+    recipe = at_scanned_commits(recipe)
     entries = RecipeEntries(recipe, log=log)
     require_references(recipe, entries.family)
 

@@ -20,6 +20,7 @@ from pipeline.images.decode import DECODER, File, open_content
 from pipeline.images.formats import ImageError
 from pipeline.images.pixel_values import PIXEL_VALUES
 from pipeline.log import Log
+from pipeline.raw_images.commits import at_scanned_commits
 from pipeline.raw_images.manifest import (
     captions_by_path,
     composed,
@@ -181,6 +182,7 @@ def validate(
     """
     stopwatch = Stopwatch()
     _require_same_datasets(recipe, raw)
+    recipe = at_scanned_commits(recipe)
     sources = sources_of(recipe)
     with_columns = manifests_with_columns(recipe.datasets, max_bytes=recipe.checks.max_file_bytes)
     manifests = {settings.name: table for settings, table in with_columns}
