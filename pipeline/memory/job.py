@@ -115,7 +115,7 @@ def write_job(job: MemoryJob, path: Path) -> None:
         "card_bytes": job.card_bytes,
         "captioners": [
             {
-                "captions": each.captions.model_dump(mode="json"),
+                "captions": each.captions.model_dump_json(),
                 "folder": str(each.folder),
                 "dtype": each.dtype,
                 "examples": list(each.examples),
@@ -136,7 +136,7 @@ def read_job(path: Path) -> MemoryJob:
         values["card_bytes"],
         [
             CaptionerJob(
-                CaptionSettings.model_validate(each["captions"]),
+                CaptionSettings.model_validate_json(each["captions"]),
                 Path(each["folder"]),
                 each["dtype"],
                 each["examples"],
