@@ -12,7 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import output_file, picture_metadata, pictures_once, publish
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -23,15 +23,14 @@ DESCRIPTION = (
 
 def build_aspect_buckets(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/aspect_buckets` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "aspect_buckets",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"polars"},
-        inputs={"validated": "validated_dataset"},
     )
+
+    @stage_asset(recipe, location, spec, inputs={"validated": "validated_dataset"})
     def aspect_buckets(
         context: AssetExecutionContext, validated: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:

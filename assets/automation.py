@@ -21,6 +21,7 @@ from dagster import (
     sensor,
 )
 
+from assets.code_version import ALGORITHM_VERSIONS
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from assets.recipe_runs import EndedRun, ended_runs, find_active_run
@@ -33,7 +34,6 @@ from assets.sources import (
     new_observations,
     watched_addresses,
 )
-from assets.step import ALGORITHM_VERSIONS
 from pipeline.errors import DatasetError, RecipeError
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
 from pipeline.recipe.cron import spread_cron

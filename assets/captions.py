@@ -13,7 +13,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
 from assets.sources import captioning_models
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -25,17 +25,15 @@ DESCRIPTION = (
 
 def build_captions(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/captions` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "captions",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch"},
-        inputs={"raw": "raw_images"},
         deps=[model.key for model in captioning_models(recipe)],
-        launches=True,
     )
+
+    @stage_asset(recipe, location, spec, inputs={"raw": "raw_images"}, launches=True)
     def captions(
         context: AssetExecutionContext, raw: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:

@@ -13,7 +13,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
 from assets.sources import base_model
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -25,17 +25,17 @@ DESCRIPTION = (
 
 def build_diagnosis(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/diagnosis` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "diagnosis",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch"},
-        inputs={"latents": "vae_latents", "text": "text_embeddings"},
         # The keys of latents and texts do not contain the denoiser, which measures the losses.
         deps=[base_model(recipe).key],
-        launches=True,
+    )
+
+    @stage_asset(
+        recipe, location, spec, inputs={"latents": "vae_latents", "text": "text_embeddings"}, launches=True
     )
     def diagnosis(
         context: AssetExecutionContext, latents: Any, text: Any

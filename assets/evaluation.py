@@ -12,7 +12,7 @@ from dagster import (
 
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -24,8 +24,14 @@ DESCRIPTION = (
 
 def build_evaluation(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/evaluation` with its checks."""
+    spec = stage_spec(
+        recipe,
+        "evaluation",
+        DESCRIPTION,
+        kinds={"pytorch"},
+    )
 
-    @stage_asset(recipe, "evaluation", location, description=DESCRIPTION, kinds={"pytorch"}, launches=True)
+    @stage_asset(recipe, location, spec, launches=True)
     def evaluation(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.evaluation import checks
         from pipeline.evaluation.prepare import Request

@@ -8,7 +8,7 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.location import Location
 from assets.metadata import publish
 from assets.sources import dataset_keys
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe, with_overrides
 from resources.step_log import run_log
 from resources.step_names import step_name
@@ -18,10 +18,15 @@ DESCRIPTION = "Every image file of the datasets: its path, its size after orient
 
 def build_raw_images(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/raw_images` with its checks."""
-
-    @stage_asset(
-        recipe, "raw_images", location, description=DESCRIPTION, kinds={"polars"}, deps=dataset_keys(recipe)
+    spec = stage_spec(
+        recipe,
+        "raw_images",
+        DESCRIPTION,
+        kinds={"polars"},
+        deps=dataset_keys(recipe),
     )
+
+    @stage_asset(recipe, location, spec)
     def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.models.recipe_support import (
             require_preview_prompts,

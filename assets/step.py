@@ -1,6 +1,5 @@
-"""The step of a stage: what it reads and writes, its code version, and the order of its work."""
+"""The asset of a stage: what it declares to Dagster, and the order of the work in its step."""
 
-import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_conflict, path_isolation_results
+from assets.code_version import code_version
 from assets.definition_metadata import TABLE_FORMAT, asset_tags, definition_metadata
 from assets.location import Location
 from assets.names import asset_key
@@ -26,16 +26,6 @@ from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Url
 from pipeline.storage.needed_columns import ALL_INPUTS
 from pipeline.storage.table_columns import OPTIONAL_ASSETS
-from pipeline.versions import (
-    CAPTIONER_VERSION,
-    CAPTIONS_VERSION,
-    DIAGNOSIS_VERSION,
-    FEATURES_VERSION,
-    LOOK_VERSION,
-    PICTURES_VERSION,
-    PREPROCESSING_VERSION,
-    TRAINING_VERSION,
-)
 from resources.failures import errors_as_failures
 from resources.run_worker import end_with_code_server, has_machine, record_machine
 from resources.step_log import run_log
@@ -45,110 +35,26 @@ from resources.tables import ASSET, RECIPE
 if TYPE_CHECKING:
     from pipeline.reporting.findings import CheckContext, Finding
 
-_RECIPE_FIELDS: dict[str, dict[str, Any]] = {
-    "raw_images": {"datasets": True, "checks": {"max_image_pixels", "max_file_bytes"}},
-    "validated_dataset": {
-        "datasets": True,
-        "checks": {"max_image_pixels", "max_file_bytes", "max_decode_bytes", "near_duplicate_bits"},
-    },
-    "aspect_buckets": {"buckets": True, "model": True},
-    "vae_latents": {"latents": True, "model": True},
-    # The prompts of previews are encoded too, and default previews use the empty caption.
-    "text_embeddings": {"text": True, "model": True, "training": {"sample_prompts", "sample_every"}},
-    "trained_lora": {
-        **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
-        "buckets": {"underfilled"},
-    },
-    "captions": {"datasets": True, "latents": {"background"}, "checks": {"max_file_bytes"}},
-    "diagnosis": {"diagnosis": True, "model": True, "accelerate": {"mixed_precision"}},
-    "evaluation": {"evaluation": True},
-    "sweep": {
-        **dict.fromkeys(("sweep", "evaluation", "training", "accelerate", "text", "model", "datasets"), True),
-        "buckets": True,
-        "latents": True,
-    },
-}
-"""Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
-
 _READS_SHARDS = ("captions", "validated_dataset", "vae_latents", "text_embeddings")
 """Assets other than raw_images that read images or captions, which may be in shards."""
-
-_WITHOUT_CONTEXT = ("aspect_buckets", "vae_latents", "text_embeddings")
-"""Assets that read the base model, but never its context LoRA."""
-
-_NOT_SCANNED: dict[str, Any] = {
-    **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
-    **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
-    **dict.fromkeys(("resolution", "resolutions", "flip", "caption_dropout"), True),
-    "captions": {
-        "model",
-        "revision",
-        "prompt",
-        "max_tokens",
-        "resolution",
-        "dtype",
-        "quantize",
-        "examples",
-        "tagger",
-    },
-}
-"""Keys of datasets that later stages use, and that do not decide which files raw_images lists."""
-
-ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
-    "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
-    "vae_latents": (PREPROCESSING_VERSION,),
-    "trained_lora": (TRAINING_VERSION,),
-    "captions": (CAPTIONER_VERSION, PREPROCESSING_VERSION),
-    "diagnosis": (DIAGNOSIS_VERSION,),
-    "evaluation": (PICTURES_VERSION, FEATURES_VERSION),
-    "sweep": (TRAINING_VERSION, PICTURES_VERSION, FEATURES_VERSION),
-}
-"""Versions of the algorithms that decide each asset's content."""
-
-_DATASET_FIELDS = {
-    "aspect_buckets": {"resolution", "resolutions"},
-    "vae_latents": {"flip"},
-    "text_embeddings": {"caption_dropout"},
-}
-"""Keys of datasets that decide an asset in place of its own section."""
-
-_SEEN_BY_TEXT_ENCODER: tuple[dict[str, Any], tuple[object, ...]] = (
-    {"latents": {"background"}},
-    (PREPROCESSING_VERSION,),
-)
-"""Further recipe fields and versions that decide text_embeddings if a text encoder may see references."""
-
 
 _LAST_OF_A_JOB = {"vae_latents", "text_embeddings", "trained_lora", *OPTIONAL_ASSETS} - {"captions"}
 """Stages after which the page is written; after the first ones, more stages follow within seconds."""
 
 
-def stage_asset(  # noqa: PLR0913 - arguments of Dagster's decorator
-    recipe: Recipe,
-    asset: str,
-    location: Location,
-    *,
-    description: str,
-    kinds: set[str],
-    inputs: Mapping[str, str] = MappingProxyType({}),
-    deps: Sequence[AssetKey] = (),
-    launches: bool = False,
-    pool: str | None = None,
-) -> Callable[[Callable[..., Any]], AssetsDefinition]:
-    """Return the `multi_asset` decorator for a stage: the asset `<recipe>/<asset>` and all of its checks.
+def stage_spec(
+    recipe: Recipe, asset: str, description: str, *, kinds: set[str], deps: Sequence[AssetKey] = ()
+) -> AssetSpec:
+    """Return what the UI shows of the asset `<recipe>/<asset>`.
 
     Args:
         recipe: The recipe.
         asset: Name of the stage.
-        location: The code location.
-        description: Text in the UI.
-        kinds: Kinds in the UI; all assets are tables too.
-        inputs: Tables that the function reads, by the names of its parameters.
-        deps: Assets before this one that it does not read as tables.
-        launches: Whether the function uses the launcher.
-        pool: Pool in which the step needs a place before it starts.
+        description: What the asset is.
+        kinds: Kinds in the UI, besides the format of all tables.
+        deps: Assets before this one whose tables it does not read.
     """
-    spec = AssetSpec(
+    return AssetSpec(
         asset_key(recipe, asset),
         deps=[*(asset_key(recipe, each) for each in ALL_INPUTS[asset]), *deps],
         description=description,
@@ -161,6 +67,28 @@ def stage_asset(  # noqa: PLR0913 - arguments of Dagster's decorator
         tags=asset_tags(recipe),  # pyright: ignore[reportArgumentType] - a frozen model is hashable
         owners=recipe.owners,
     )
+
+
+def stage_asset(
+    recipe: Recipe,
+    location: Location,
+    spec: AssetSpec,
+    *,
+    inputs: Mapping[str, str] = MappingProxyType({}),
+    launches: bool = False,
+    pool: str | None = None,
+) -> Callable[[Callable[..., Any]], AssetsDefinition]:
+    """Return the `multi_asset` decorator for a stage: its asset and all of its checks.
+
+    Args:
+        recipe: The recipe.
+        location: The code location.
+        spec: The asset, as `stage_spec` returns it.
+        inputs: Tables that the function reads, by the names of its parameters.
+        launches: Whether the function uses the launcher.
+        pool: Pool in which the step needs a place before it starts.
+    """
+    asset = str(spec.metadata[ASSET])
     return multi_asset(
         name=step_name(recipe.name, asset),
         # For the IO manager, which reads only the columns that this step needs. Dagster refuses metadata of
@@ -173,29 +101,6 @@ def stage_asset(  # noqa: PLR0913 - arguments of Dagster's decorator
         required_resource_keys={location.launcher} if launches else set(),
         pool=pool,
     )
-
-
-def code_version(recipe: Recipe, asset: str) -> str:
-    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content."""
-    fields, versions = _RECIPE_FIELDS[asset], ALGORITHM_VERSIONS.get(asset, ())
-    # The base model, which is not read here, decides whether its text encoder sees references. So every
-    # recipe with references counts.
-    if asset == "text_embeddings" and _has_references(recipe):
-        more_fields, more_versions = _SEEN_BY_TEXT_ENCODER
-        fields, versions = fields | more_fields, versions + more_versions
-    # Absent in recipes without such a key, so that their assets stay in sync.
-    own = _DATASET_FIELDS.get(asset, set[str]())
-    if any(getattr(each, key) not in (None, ()) for each in recipe.datasets for key in own):
-        fields = {**fields, "datasets": {"__all__": own}}
-    unused: dict[str, Any] = {"datasets": {"__all__": _NOT_SCANNED}} if asset == "raw_images" else {}
-    if recipe.model.context_lora is None or asset in _WITHOUT_CONTEXT:
-        unused = {**unused, "model": {"context_lora"}}
-    settings = recipe.model_dump_json(include=fields, exclude=unused) + repr(versions)
-    return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
-
-
-def _has_references(recipe: Recipe) -> bool:
-    return any(each.references for each in (*recipe.datasets, *recipe.training.sample_prompts))
 
 
 def run_step(

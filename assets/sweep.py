@@ -13,7 +13,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
 from assets.names import asset_key
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -25,17 +25,17 @@ DESCRIPTION = (
 
 def build_sweep(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/sweep` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "sweep",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch"},
-        inputs={"latents": "vae_latents", "text": "text_embeddings"},
         # The sweep does not read it. A run of the job first trains what the recipe declares.
         deps=[asset_key(recipe, "trained_lora")],
-        launches=True,
+    )
+
+    @stage_asset(
+        recipe, location, spec, inputs={"latents": "vae_latents", "text": "text_embeddings"}, launches=True
     )
     def sweep_asset(
         context: AssetExecutionContext, latents: Any, text: Any

@@ -13,7 +13,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import picture_metadata, pictures_once, publish
 from assets.sources import base_model
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -25,17 +25,15 @@ DESCRIPTION = (
 
 def build_text_embeddings(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/text_embeddings` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "text_embeddings",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch"},
-        inputs={"validated": "validated_dataset"},
         deps=[base_model(recipe).key],
-        launches=True,
     )
+
+    @stage_asset(recipe, location, spec, inputs={"validated": "validated_dataset"}, launches=True)
     def text_embeddings(
         context: AssetExecutionContext, validated: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:

@@ -28,7 +28,7 @@ from assets.metadata import (
 )
 from assets.names import asset_key
 from assets.sources import base_model
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
 from resources.step_log import run_log, step_log
@@ -64,19 +64,24 @@ def build_trained_lora(
     """
     config_type = _config_type(recipe)
 
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "trained_lora",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch", "huggingface"},
-        inputs={"latents": "vae_latents", "text": "text_embeddings"},
         deps=[
             base_model(recipe).key,
             *([start] if start is not None else []),
             # Training does not read it, but waits for its gate.
             *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
         ],
+    )
+
+    @stage_asset(
+        recipe,
+        location,
+        spec,
+        inputs={"latents": "vae_latents", "text": "text_embeddings"},
         launches=True,
         pool=location.pool,
     )

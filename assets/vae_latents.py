@@ -14,7 +14,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import captioned_pictures, pictures_once, publish
 from assets.sources import base_model
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
@@ -28,17 +28,15 @@ DESCRIPTION = (
 
 def build_vae_latents(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/vae_latents` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "vae_latents",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"pytorch"},
-        inputs={"buckets": "aspect_buckets"},
         deps=[base_model(recipe).key],
-        launches=True,
     )
+
+    @stage_asset(recipe, location, spec, inputs={"buckets": "aspect_buckets"}, launches=True)
     def vae_latents(
         context: AssetExecutionContext, buckets: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:

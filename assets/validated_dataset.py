@@ -13,7 +13,7 @@ from dagster import (
 from assets.location import Location
 from assets.metadata import output_file, picture_metadata, pictures_once, publish
 from assets.names import asset_key
-from assets.step import run_step, stage_asset
+from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log
 
@@ -22,17 +22,16 @@ DESCRIPTION = "Images that decode, with their captions; unusable ones are reject
 
 def build_validated_dataset(recipe: Recipe, location: Location) -> AssetsDefinition:
     """Build the asset `<recipe>/validated_dataset` with its checks."""
-
-    @stage_asset(
+    spec = stage_spec(
         recipe,
         "validated_dataset",
-        location,
-        description=DESCRIPTION,
+        DESCRIPTION,
         kinds={"polars"},
-        inputs={"raw": "raw_images"},
         # Not an input, because the function's parameters cannot depend on the recipe.
         deps=[asset_key(recipe, "captions")] if recipe.has_model_captions else [],
     )
+
+    @stage_asset(recipe, location, spec, inputs={"raw": "raw_images"})
     def validated_dataset(
         context: AssetExecutionContext, raw: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:

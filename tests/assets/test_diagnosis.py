@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dagster import AssetKey
 
+from assets.code_version import code_version
 from assets.definitions import build_definitions
-from assets.step import code_version
 from pipeline.recipe.check_specs import SPECS
 from tests.small_recipe import small_recipe
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from dagster import AssetKey
 
+from assets.code_version import code_version
 from assets.definitions import build_definitions
 from assets.metadata import publish
-from assets.step import code_version
 from pipeline.recipe.check_specs import OPTIONAL_SPECS, SPECS
 from pipeline.reporting.reports import StageResult, read_report
 from pipeline.storage.tables import empty

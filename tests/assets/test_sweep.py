@@ -7,8 +7,8 @@ from typing import Any
 
 from dagster import AssetKey
 
+from assets.code_version import code_version
 from assets.definitions import build_definitions
-from assets.step import code_version
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import OPTIONAL_SPECS, SPECS
 from tests.small_recipe import small_recipe

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from assets import step
+from assets import code_version as module
+from assets.code_version import code_version
 from assets.definitions import build_definitions
-from assets.step import code_version
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.recipe.check_specs import SPECS
 from pipeline.recipe.schema import ContextLoraSettings
@@ -59,7 +59,7 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {asset: code_version(recipe, asset) for asset in SPECS}
-    monkeypatch.setitem(step.ALGORITHM_VERSIONS, "vae_latents", (99,))
+    monkeypatch.setitem(module.ALGORITHM_VERSIONS, "vae_latents", (99,))
     assert {asset for asset in SPECS if code_version(recipe, asset) != before[asset]} == {"vae_latents"}
 
 
@@ -130,7 +130,7 @@ def test_L04_each_algorithm_decides_the_code_versions_of_its_assets(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setattr(f"pipeline.versions.{version}", "another version")
-    later = runpy.run_path(str(step.__file__))["code_version"]
+    later = runpy.run_path(str(module.__file__))["code_version"]
     different = {asset for asset in SPECS if later(recipe, asset) != code_version(recipe, asset)}
     assert different == VERSIONS[version]
 
@@ -152,7 +152,7 @@ def test_L04_the_preparation_of_references_decides_the_text_embeddings(
     assert changed == {"vae_latents", TEXT}
 
     monkeypatch.setattr("pipeline.versions.PREPROCESSING_VERSION", "another version")
-    later = runpy.run_path(str(step.__file__))["code_version"]
+    later = runpy.run_path(str(module.__file__))["code_version"]
     changed = {asset for asset in SPECS if later(editing, asset) != code_version(editing, asset)}
     assert changed == VERSIONS["PREPROCESSING_VERSION"] | {TEXT}
 
@@ -168,6 +168,6 @@ def test_the_code_version_of_text_embeddings_without_references_changes_with_the
 
 def test_recipes_without_a_context_lora_keep_the_versions_of_recipes_before_that_key(recipe: Recipe) -> None:
     settings = recipe.model_dump_json(include={"latents", "model"}, exclude={"model": {"context_lora"}})
-    versions = repr(step.ALGORITHM_VERSIONS["vae_latents"])
+    versions = repr(module.ALGORITHM_VERSIONS["vae_latents"])
     expected = hashlib.sha256((settings + versions).encode()).hexdigest()[:12]
     assert code_version(recipe, "vae_latents") == expected
