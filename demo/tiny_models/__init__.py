@@ -43,6 +43,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "FLUX.2 dev": make_tiny_flux2_dev,
     "Qwen-Image": make_tiny_qwen_image,
     "Qwen-Image-Edit": make_tiny_qwen_image_edit,
+    "Qwen-Image-Edit (first)": partial(make_tiny_qwen_image_edit, first=True),
     "Qwen-Image 2.1": make_tiny_qwen_image21,
     "Qwen-Image 2.1 Turbo": partial(make_tiny_qwen_image21, turbo=True),
     "Z-Image": make_tiny_z_image,

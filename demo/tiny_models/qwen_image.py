@@ -43,23 +43,26 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
     )
 
 
-def make_tiny_qwen_image_edit(folder: Path, *, zero_cond_t: bool = True, seed: int = 0) -> None:
+def make_tiny_qwen_image_edit(
+    folder: Path, *, first: bool = False, zero_cond_t: bool = True, seed: int = 0
+) -> None:
     """Write the model as a diffusers folder; equal arguments give equal bytes.
 
     `QwenImageEditPlusPipeline.from_pretrained(folder)` loads it if torchvision is installed, which the
-    processor requires.
+    processor requires; `QwenImageEditPipeline` loads the first model.
 
     Args:
         folder: Destination, created with its parents; existing files are replaced.
+        first: Whether to write the model before 2509, for one reference and without `zero_cond_t`.
         zero_cond_t: Whether references have timestep 0 in the transformer, as in the models since 2511.
         seed: Seed of the random weights.
     """
     assemble(
         folder,
-        "QwenImageEditPlusPipeline",
+        "QwenImageEditPipeline" if first else "QwenImageEditPlusPipeline",
         {
             "vae": qwen_vae,
-            "transformer": partial(_transformer, zero_cond_t=zero_cond_t),
+            "transformer": partial(_transformer, zero_cond_t=zero_cond_t and not first),
             "text_encoder": partial(qwen2_5_vl, width=_TEXT_WIDTH),
             "scheduler": partial(
                 flow_schedule, use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192

@@ -22,6 +22,7 @@ NEED_TORCHVISION = {
     "Anima",
     "FLUX.2 dev",
     "Qwen-Image-Edit",
+    "Qwen-Image-Edit (first)",
     "Qwen-Image 2.1",
     "Qwen-Image 2.1 Turbo",
     "Kandinsky 5 (image)",
@@ -32,6 +33,7 @@ NEED_TORCHVISION = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "FLUX.1 Kontext": {"max_area": 64 * 64, "_auto_resize": False},
     "Qwen-Image-Edit": {"image": Image.new("RGB", (64, 64))},
+    "Qwen-Image-Edit (first)": {"image": Image.new("RGB", (64, 64))},
     "Ideogram 4": {"guidance_schedule": (7.0,)},
 }
 """Arguments that a pipeline requires for one step at 64x64 pixels, besides the usual ones."""

@@ -29,6 +29,7 @@ MODELS = {"comfyui": comfyui.MODELS, "sd_scripts": sd_scripts.MODELS, "musubi": 
 """Kinds of models that the readers can load."""
 
 NO_GOLDEN_MAP = {
+    "Qwen-Image-Edit (first)": "its transformer is the one of Qwen-Image-Edit",
     "Sana": "none of the readers has code for it",
     "CogView4": "none of the readers has code for it",
     "Bria FIBO": "none of the readers has code for it",

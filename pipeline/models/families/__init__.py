@@ -31,6 +31,7 @@ from pipeline.models.families.parts.text import Shapes
 from pipeline.models.families.qwen_image import QWEN_IMAGE
 from pipeline.models.families.qwen_image21 import QWEN_IMAGE21
 from pipeline.models.families.qwen_image_edit import QWEN_IMAGE_EDIT
+from pipeline.models.families.qwen_image_edit_first import QWEN_IMAGE_EDIT_FIRST
 from pipeline.models.families.sana import SANA
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.families.sd3 import STABLE_DIFFUSION_3
@@ -47,6 +48,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     FLUX2_DEV,
     QWEN_IMAGE,
     QWEN_IMAGE_EDIT,
+    QWEN_IMAGE_EDIT_FIRST,
     QWEN_IMAGE21,
     Z_IMAGE,
     CHROMA,

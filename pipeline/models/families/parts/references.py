@@ -134,7 +134,7 @@ KONTEXT_REFERENCES = ReferenceSpec(max_number=1, size=_kontext_size)
 """The reference of FLUX.1 Kontext: stretched to the nearest of its resolutions."""
 
 
-# Areas, in pixels, of references of both Qwen families, and of references that Qwen-Image-Edit's text encoder
+# Areas, in pixels, of references of all Qwen families, and of references that Qwen-Image-Edit's text encoder
 # sees: `VAE_IMAGE_SIZE` or `output_resolution` squared, and `CONDITION_IMAGE_SIZE` in diffusers.
 QWEN_PX, _QWEN_EDIT_TEXT_PX = 1024 * 1024, 384 * 384
 
@@ -170,6 +170,18 @@ QWEN_EDIT_REFERENCES = ReferenceSpec(
     ),
 )
 """The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel for the VAE."""
+
+QWEN_FIRST_EDIT_REFERENCES = ReferenceSpec(
+    max_number=1,
+    size=_qwen_size,
+    required=True,
+    in_text=TextImages(
+        size=lambda original: _of_area(original, QWEN_PX),
+        processor="Qwen2VLImageProcessorPil, 1",
+        num_tokens=1340,
+    ),
+)
+"""The reference of the first Qwen-Image-Edit, stretched to a megapixel for VAE and text encoder."""
 
 QWEN_IMAGE21_REFERENCES = ReferenceSpec(
     # The pipeline accepts any number; the limit is the same as for Qwen-Image-Edit.

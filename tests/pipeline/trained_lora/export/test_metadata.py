@@ -98,6 +98,7 @@ def test_R15_models_that_kohyas_tools_train_have_their_versions() -> None:
         "Lumina Image 2": "lumina2",
         "Qwen-Image": "qwen_image",
         "Qwen-Image-Edit": "qwen_image_edit",
+        "Qwen-Image-Edit (first)": "qwen_image_edit",
         "Z-Image": "z_image",
         "Ideogram 4": "ideogram4",
         "Krea 2": "krea2",

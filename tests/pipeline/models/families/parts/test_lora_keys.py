@@ -56,7 +56,8 @@ def test_kohyas_layout_is_read_back_with_diffusers_for_the_families_whose_loader
     readable = {spec.name: spec.lora.kohya_readable for spec in FAMILIES}
     assert {name for name, value in readable.items() if value is True} == {
         *("Stable Diffusion 1.x and 2.x", "Stable Diffusion XL", "Kolors"),
-        *("FLUX.2 klein", "FLUX.2 dev", "Qwen-Image", "Qwen-Image-Edit", "Z-Image"),
+        *("FLUX.2 klein", "FLUX.2 dev", "Qwen-Image", "Qwen-Image-Edit", "Qwen-Image-Edit (first)"),
+        "Z-Image",
     }
     depends_on_width = {name for name, value in readable.items() if callable(value)}
     assert depends_on_width == {"FLUX.1", "FLUX.1 Kontext", "Chroma"}
