@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dagster import (
     AssetCheckKey,
     AssetKey,
-    AssetSelection,
     DagsterInstance,
     DagsterRun,
     DagsterRunStatus,
-    Definitions,
     JobDefinition,
-    build_run_status_sensor_context,
     build_sensor_context,
-    define_asset_job,
     job,
     op,
 )
 from dagster._core.definitions.job_base import InMemoryJob
-from dagster._core.execution.api import create_execution_plan, execute_run
-from PIL import Image
+from dagster._core.execution.api import execute_run
 
 from assets.alerts import RETRY_WAIT_S, failure_alert, is_retried, warning_alert
 from assets.definitions import build_definitions
@@ -33,10 +27,8 @@ from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.errors import RecipeError
 from pipeline.recipe import BrokenRecipe, Recipe
 from resources.run_summary import summarize_run
-from tests.small_recipe import small_recipe
+from tests.assets.nightly_job import JOB, Location, recipe_with_images
 from tests.webhook_server import Received, webhook_server
-
-JOB = "flowers_nightly"
 
 
 @pytest.fixture
@@ -48,37 +40,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_sd: Path) -> Recipe:
-    (tmp_path / "data").mkdir()
-    for name, width in (("rose", 64), ("lily", 60)):
-        Image.radial_gradient("L").resize((width, 48)).save(tmp_path / "data" / f"{name}.png")
-        (tmp_path / "data" / f"{name}.txt").write_text(f"a {name}", encoding="utf-8")
-    return small_recipe(tmp_path, model={"base": tiny_sd})
-
-
-class Location:
-    """The code location of a recipe, with a job of its first two assets."""
-
-    def __init__(self, recipe: Recipe, instance: DagsterInstance) -> None:
-        keys = [AssetKey(["flowers", name]) for name in ("raw_images", "validated_dataset")]
-        nightly = define_asset_job(JOB, AssetSelection.assets(*keys))
-        self.definitions = Definitions.merge(build_definitions([recipe]), Definitions(jobs=[nightly]))
-        self.instance = instance
-
-    def run(self) -> Any:
-        nightly = self.definitions.resolve_job_def(JOB)
-        return nightly.execute_in_process(instance=self.instance, raise_on_error=False)
-
-    def evaluate(self, sensor: str, result: Any) -> Any:
-        """Evaluate an alert's sensor for a run, as the daemon does after its end."""
-        event = result.get_run_failure_event() if not result.success else result.get_run_success_event()
-        run = self.instance.get_run_by_id(result.run_id)
-        assert run is not None
-        context = build_run_status_sensor_context(
-            sensor_name=sensor, dagster_instance=self.instance, dagster_run=run, dagster_event=event
-        )
-        if sensor == "failure_alerts":
-            context = context.for_run_failure()
-        return self.definitions.get_repository_def().get_sensor_def(sensor)(context)
+    return recipe_with_images(tmp_path, tiny_sd)
 
 
 def test_O17_M10_a_closed_gate_is_sent_with_what_where_and_fix(
@@ -324,95 +286,31 @@ def test_a_warning_is_sent_if_a_later_run_ended_before_the_sensor_read_it(
     assert [alert["run_id"] for alert in server.bodies] == [new.run_id]
 
 
-@pytest.mark.parametrize("by_assets", [False, True], ids=["from failure", "from asset failure"])
-def test_a_warning_of_a_run_that_a_retry_continues_is_sent_once(
-    recipe: Recipe, instance: DagsterInstance, tmp_path: Path, by_assets: bool
+def test_a_failed_job_of_the_project_that_is_of_no_recipe_is_not_sent(
+    recipe: Recipe, instance: DagsterInstance, server: Received
 ) -> None:
-    location, caption = Location(recipe, instance), tmp_path / "data" / "rose.txt"
-    location.run()
-    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
-    caption.unlink()
-    failed = location.run()
-    assert not failed.success, "after the step of raw_images, which has the warning"
+    @op
+    def fail() -> None:
+        raise ValueError("not a recipe")
 
-    job = location.definitions.resolve_job_def(JOB)
-    failed_assets = frozenset({AssetKey(["flowers", "validated_dataset"])}) if by_assets else None
-    tag = "dagster/is_asset_resume_retry" if by_assets else "dagster/is_resume_retry"
-    retry = instance.create_run_for_job(
-        job.get_subset(asset_selection=failed_assets),
-        asset_selection=failed_assets,
-        status=DagsterRunStatus.SUCCESS,
-        tags={tag: "true"},
-        root_run_id=failed.run_id,
-        parent_run_id=failed.run_id,
-    )
-    alert = warning_alert(instance, retry)
-    assert alert is not None
-    assert [problem.where for problem in alert.problems] == ["flowers/raw_images, check oddities"]
+    @job
+    def other() -> None:
+        fail()
 
-    caption.write_text("a rose", encoding="utf-8")
-    following = instance.get_run_by_id(location.run().run_id)
-    assert following is not None
-    assert following.is_success
-    assert warning_alert(instance, following) is None
+    result = other.execute_in_process(instance=instance, raise_on_error=False)
+    assert Location(recipe, instance).evaluate("failure_alerts", result) is None
+    assert server.bodies == []
+    (problem,) = summarize_run(instance, result.run_id, [recipe]).problems
+    assert "not a recipe" in problem.what
+    assert "a bug in Latentline" not in problem.fix
 
 
-def test_a_warning_is_known_after_runs_of_other_assets_or_steps_of_the_job(
-    recipe: Recipe, instance: DagsterInstance, tmp_path: Path
+def test_without_an_address_there_are_no_sensors_for_alerts(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
-    nightly = Location(recipe, instance).definitions.resolve_job_def(JOB)
-
-    def warnings(
-        *, assets: Collection[str] | None = None, step: str | None = None, parent: str | None = None
-    ) -> tuple[list[str], str]:
-        """Return the new warnings of a run of the job, and its id."""
-        selection = None if assets is None else frozenset(AssetKey(["flowers", name]) for name in assets)
-        job = nightly.get_subset(asset_selection=selection)
-        plan = None if step is None else create_execution_plan(job, step_keys_to_execute=[step])
-        run = instance.create_run_for_job(
-            job, execution_plan=plan, asset_selection=selection, parent_run_id=parent, root_run_id=parent
-        )
-        execute_run(InMemoryJob(job), run, instance)
-        ended = instance.get_run_by_id(run.run_id)
-        assert ended is not None
-        assert ended.is_success
-        alert = warning_alert(instance, ended)
-        return [] if alert is None else [problem.where for problem in alert.problems], run.run_id
-
-    new, complete = warnings()
-    assert "flowers/raw_images, check oddities" in new
-    # As "Materialize all" on the job's page starts it.
-    assert warnings(assets=["raw_images", "validated_dataset"])[0] == []
-    assert warnings(step="flowers__validated_dataset", parent=complete)[0] == []
-    assert warnings()[0] == []
-    assert warnings(assets=["validated_dataset"])[0] == []
-
-    (tmp_path / "data" / "orphan.txt").unlink()
-    assert warnings()[0] == []
-    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
-    assert warnings(step="flowers__validated_dataset", parent=complete)[0] == []
-    assert warnings()[0] == ["flowers/raw_images, check oddities"]
-
-
-def test_a_warning_is_known_after_many_hand_selected_runs_of_other_assets(
-    recipe: Recipe, instance: DagsterInstance, tmp_path: Path
-) -> None:
-    (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
-    by_hand = Location(recipe, instance).definitions.get_repository_def().get_job("__ASSET_JOB")
-
-    job = by_hand.get_subset(asset_selection={AssetKey(["flowers", "raw_images"])})
-    others = frozenset({AssetKey(["flowers", "aspect_buckets"])})
-
-    def materialize() -> DagsterRun:
-        run = instance.create_run_for_job(job, asset_selection=job.asset_selection)
-        assert execute_run(InMemoryJob(job), run, instance).success
-        return run
-
-    assert warning_alert(instance, materialize()) is not None
-    for _ in range(101):
-        instance.add_run(DagsterRun(job.name, asset_selection=others, status=DagsterRunStatus.SUCCESS))
-    assert warning_alert(instance, materialize()) is None
+    monkeypatch.delenv("LATENTLINE_WEBHOOK", raising=False)
+    names = {sensor.name for sensor in build_definitions([recipe]).get_repository_def().sensor_defs}
+    assert not {"failure_alerts", "warning_alerts", "recipe_alerts"} & names
 
 
 def test_alerts_of_checks_without_their_assets_name_the_assets_and_compare_each_check(
@@ -439,30 +337,3 @@ def test_alerts_of_checks_without_their_assets_name_the_assets_and_compare_each_
     assert failure_alert(instance, run, [recipe]).title == "flowers/raw_images failed"
     check("names_distinct")
     assert warning_alert(instance, check("oddities")) is None
-
-
-def test_a_failed_job_of_the_project_that_is_of_no_recipe_is_not_sent(
-    recipe: Recipe, instance: DagsterInstance, server: Received
-) -> None:
-    @op
-    def fail() -> None:
-        raise ValueError("not a recipe")
-
-    @job
-    def other() -> None:
-        fail()
-
-    result = other.execute_in_process(instance=instance, raise_on_error=False)
-    assert Location(recipe, instance).evaluate("failure_alerts", result) is None
-    assert server.bodies == []
-    (problem,) = summarize_run(instance, result.run_id, [recipe]).problems
-    assert "not a recipe" in problem.what
-    assert "a bug in Latentline" not in problem.fix
-
-
-def test_without_an_address_there_are_no_sensors_for_alerts(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LATENTLINE_WEBHOOK", raising=False)
-    names = {sensor.name for sensor in build_definitions([recipe]).get_repository_def().sensor_defs}
-    assert not {"failure_alerts", "warning_alerts", "recipe_alerts"} & names
