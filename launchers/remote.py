@@ -12,7 +12,7 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from pipeline.encoding.collecting import encode_on_workers
-from pipeline.encoding.fill import CAPTIONS_MODULE, DIAGNOSIS_MODULE, EVALUATION_MODULE, WORKERS
+from pipeline.encoding.fill import DIAGNOSIS_MODULE, EVALUATION_MODULE, WORKERS
 from pipeline.encoding.shared_encoding import SharedEncoding
 from pipeline.processes.launch import TRAINING_MODULE, Launch, Meanwhile
 from resources.local_launcher import AccelerateLauncher, Observer
@@ -42,7 +42,7 @@ class RemoteLauncher(AccelerateLauncher):
             # The processes start on complete files, because they may start on several machines.
             if meanwhile is not None:
                 meanwhile()
-            if module in (CAPTIONS_MODULE, DIAGNOSIS_MODULE, EVALUATION_MODULE):
+            if module in (DIAGNOSIS_MODULE, EVALUATION_MODULE):
                 # They read models and the LoRA files of the run, which other machines may not have.
                 on_this_machine(module, job_file)
             elif module in WORKERS.values():

@@ -17,7 +17,7 @@ from pipeline.captions.given_size import given_size
 from pipeline.captions.model import CaptionModel
 from pipeline.captions.tags import comparable_tags
 from pipeline.encoding.fill import EntryRequests, Row
-from pipeline.encoding.jobs import Job
+from pipeline.encoding.jobs import EncodingModel, Job
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import canonical_hash
 from pipeline.storage.source import MAX_TEXT_BYTES
@@ -101,6 +101,9 @@ def caption_requests(
         job=lambda row: _job(row, stated_inputs(entries, model, settings, row)),
         facts={name: partial(_recorded, name) for name in COUNTS},
         model_folder=model.folder,
+        model=EncodingModel(
+            same_request(settings).model_dump(mode="json"), str(recipe.source), model.fingerprint
+        ),
     )
 
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ModelError
+from pipeline.models.captioner_folder import TAGS_FILE
 from pipeline.models.diffusers_folder import read_bounded
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.recipe.captions import TaggerSettings
-
-TAGS_FILE = "selected_tags.csv"
 
 _CHARACTER, _RATING = 4, 9
 """Values of the column `category` that are not ordinary tags."""

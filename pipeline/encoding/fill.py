@@ -96,6 +96,7 @@ class EntryRequests:
         pictures: Latents to decode for the report if processes are launched anyway.
         seal_packs: Whether to copy new entries into packs.
         model_folder: Folder of the model that encodes; None for the base model and its components.
+        model: That model by name, for workers on machines without its folder; None if there are none.
     """
 
     kind: Kind
@@ -107,6 +108,7 @@ class EntryRequests:
     pictures: PictureJobs | None = None
     seal_packs: bool = False
     model_folder: Path | None = None
+    model: EncodingModel | None = None
 
 
 @dataclass
@@ -281,7 +283,7 @@ class _Fill:
             jobs=[],
             component_folders={} if own_model else self._entries.component_folders,
             pictures=self._requests.pictures,
-            model=_encoding_model(self._entries, kind),
+            model=self._requests.model or _encoding_model(self._entries, kind),
             seal_packs=self._requests.seal_packs,
         )
         missing = pl.DataFrame()

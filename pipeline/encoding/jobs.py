@@ -119,10 +119,10 @@ class PictureJobs:
 
 @dataclass(frozen=True)
 class EncodingModel:
-    """The base model as the recipe names it, for workers on machines without its folder.
+    """The model as the recipe names it, for workers on machines without its folder.
 
     Attributes:
-        settings: The recipe's section `model`, as JSON values.
+        settings: The recipe's section `model`, or the section `captions` of captions, as JSON values.
         source: The recipe's file, for messages.
         fingerprint: Fingerprint of the parts that decide the bytes of the entries.
     """
@@ -144,7 +144,7 @@ class Encoding:
         jobs: Jobs with distinct keys, in the order in which they are encoded.
         component_folders: Folders of model components that replace the ones in `model_folder`, by role.
         pictures: Latents to decode for the report.
-        model: The base model by name; None if no other machine takes part.
+        model: The model by name; None if no other machine takes part.
         seal_packs: Whether a worker on another machine copies the entries of its shard into packs.
     """
 

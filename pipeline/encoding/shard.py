@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import tempfile
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from pipeline.background import in_background
 from pipeline.cache.sealing import seal_new
@@ -31,16 +32,23 @@ from pipeline.encoding.jobs import (
 from pipeline.encoding.shared_encoding import PICTURES, ResultsUpload, Shard, SharedEncoding
 from pipeline.errors import LatentlineError, ModelError, StoreError, counted
 from pipeline.log import Log
+from pipeline.models.captioner_folder import captioner_part, resolve_captioner
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Use, detect
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
 from pipeline.processes.launch import Launch, LocalLaunch, error_to_json
-from pipeline.recipe import AccelerateSettings, ModelSettings
+from pipeline.recipe import AccelerateSettings, CaptionSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from pipeline.cache.store import Kind
+    from pipeline.models.fingerprints import ModelPart
 
 # It decides how current the stage's progress is.
 UPLOAD_INTERVAL_S = 2.0
 """Seconds between two copies of the results."""
+
+_BASE = ("base model", "model.base")
 
 
 def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: Launch | None = None) -> None:
@@ -52,7 +60,7 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
 
     Raises:
         StoreError: The encoding or the cache cannot be read or written.
-        ModelError: The base model is not on this machine, or differs from the stage's.
+        ModelError: The model is not on this machine, or differs from the stage's.
         LatentlineError: The encoding process raised it.
         LaunchError: The encoding process died.
     """
@@ -69,8 +77,8 @@ def encode_shard(encoding: SharedEncoding, shard: Shard, *, log: Log, launch: La
             with encoding.as_data(ENCODING_FILE):
                 complete = read_encoding(encoding_file)
                 accelerate = AccelerateSettings(cpu_threads=settings["cpu_threads"])
-                named = _named_model(complete)
-            complete = _with_model(complete, named, Path(folder), log)
+                named, fingerprint = _named_model(complete)
+            complete = _with_model(complete, named, fingerprint, Path(folder), log)
             with encoding.as_data(JOBS_FILE):
                 own = _own_encoding(complete, shard, pictures)
                 own_file = write_encoding(own, own_folder)
@@ -129,49 +137,78 @@ def _own_encoding(encoding: Encoding, shard: Shard, pictures: Path) -> Encoding:
 
 
 @dataclass(frozen=True)
-class _NamedModel:
+class _NamedBase:
     """The base model of an encoding, in the form that `resolve_base` needs."""
 
     model: ModelSettings
     source: Path
 
-    fingerprint: str
+    def folders(self, log: Log) -> tuple[Path, dict[str, Path]]:
+        return resolve_base(self, log=log), resolve_components(self, log=log)
+
+    def parts(self, kind: Kind, folder: Path, components: Mapping[str, Path]) -> Sequence[ModelPart]:
+        return detect(folder, components).fingerprint_parts(cast("Use", kind))
 
 
-def _named_model(encoding: Encoding) -> _NamedModel:
-    """Return the base model of an encoding; raises an error of parsing if its file lacks a usable one."""
+@dataclass(frozen=True)
+class _NamedCaptioner:
+    """The captioning model of an encoding."""
+
+    captions: CaptionSettings
+    source: Path
+
+    def folders(self, log: Log) -> tuple[Path, dict[str, Path]]:
+        where = f"{self.source}, datasets[].captions"
+        return resolve_captioner(self.captions, where=where, log=log), {}
+
+    def parts(self, kind: Kind, folder: Path, components: Mapping[str, Path]) -> Sequence[ModelPart]:
+        return [captioner_part(self.captions, folder)]
+
+
+_NamedModel: TypeAlias = _NamedBase | _NamedCaptioner
+
+
+def _named_model(encoding: Encoding) -> tuple[_NamedModel, str]:
+    """Return the model of an encoding and its fingerprint; raises an error of parsing if it is unusable."""
     if encoding.model is None or encoding.kind not in WORKERS:
         raise ValueError("it must have a kind and a model")
-    settings = ModelSettings.model_validate(encoding.model.settings)
-    return _NamedModel(settings, Path(encoding.model.source), str(encoding.model.fingerprint))
+    settings, source = encoding.model.settings, Path(encoding.model.source)
+    fingerprint = str(encoding.model.fingerprint)
+    if encoding.kind == "captions":
+        # As JSON, because the strict settings of Python have tuples in place of lists.
+        captions = CaptionSettings.model_validate_json(json.dumps(dict(settings)))
+        if captions.model is None:
+            raise ValueError("captions must have a model")
+        return _NamedCaptioner(captions, source), fingerprint
+    return _NamedBase(ModelSettings.model_validate(settings), source), fingerprint
 
 
-def _with_model(encoding: Encoding, named: _NamedModel, temp: Path, log: Log) -> Encoding:
-    """Return the encoding with folders of this machine that hold exactly the stage's base model."""
+def _with_model(encoding: Encoding, named: _NamedModel, fingerprint: str, temp: Path, log: Log) -> Encoding:
+    """Return the encoding with folders of this machine that hold exactly the stage's model."""
+    what, key = ("captioning model", "captions.model") if encoding.kind == "captions" else _BASE
     folder, components = encoding.model_folder, dict(encoding.component_folders)
     if not all(each.is_dir() for each in (folder, *components.values())):
         try:
-            folder, components = resolve_base(named, log=log), resolve_components(named, log=log)
+            folder, components = named.folders(log)
         except ModelError as err:
             raise ModelError(
-                f"the base model is not on this worker ({platform.node()}): {err.what}",
+                f"the {what} is not on this worker ({platform.node()}): {err.what}",
                 where=f"{err.where}; the stage has it at {encoding.model_folder}",
-                fix="put the model on a disk that all machines mount at the same path, or set model.base to "
+                fix=f"put the model on a disk that all machines mount at the same path, or set {key} to "
                 f"a Hub id; otherwise: {err.fix}",
             ) from err
 
     # The keys of the entries contain the stage's fingerprint, so the worker must encode with the same files.
     # Hashes of weights are remembered for each machine, and so not in a remote cache.
     memory = encoding.store_root if isinstance(encoding.store_root, Path) else temp
-    parts = detect(folder, components).fingerprint_parts(cast("Use", encoding.kind))
-    fingerprint = Fingerprints(memory, log=log).of(parts)
-    if fingerprint != named.fingerprint:
+    own = Fingerprints(memory, log=log).of(named.parts(encoding.kind, folder, components))
+    if own != fingerprint:
         raise ModelError(
-            f"the base model of this worker ({platform.node()}) differs from the stage's: fingerprint "
-            f"{fingerprint[:16]} instead of {named.fingerprint[:16]}",
+            f"the {what} of this worker ({platform.node()}) differs from the stage's: fingerprint "
+            f"{own[:16]} instead of {fingerprint[:16]}",
             where=str(folder),
-            fix="if model.base is a Hub id, set model.revision to a commit, so that all machines load the "
-            "same files; if it is a folder, copy it to this machine again",
+            fix=f"if {key} is a Hub id, set {key.partition('.')[0]}.revision to a commit, so that all "
+            "machines load the same files; if it is a folder, copy it to this machine again",
         )
     return replace(encoding, model_folder=folder, component_folders=components)
 

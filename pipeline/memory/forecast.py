@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.captions.entries import same_request
 from pipeline.captions.examples import examples_of
-from pipeline.captions.model import captioner_configs, dtype_of
+from pipeline.captions.model import dtype_of
 from pipeline.memory.job import CaptionerJob, MemoryForecast, MemoryJob, read_result, write_job
+from pipeline.models.captioner_folder import resolve_configs
 from pipeline.models.resolve import config_folder
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
@@ -61,7 +62,7 @@ def _captioners(recipe: Recipe) -> list[CaptionerJob]:
     where = f"{recipe.source}, datasets[].captions"
     jobs: list[CaptionerJob] = []
     for captions in distinct:
-        folder = captioner_configs(captions, where=where)
+        folder = resolve_configs(captions, where=where)
         examples = examples_of(captions, where=where)
         jobs.append(CaptionerJob(captions, folder, dtype_of(captions, folder), examples))
     return jobs

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from pipeline.captions.model import ONNX_FILE
 from pipeline.captions.tags import read_tags, tags_of
 from pipeline.errors import ModelError
+from pipeline.models.captioner_folder import ONNX_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -99,7 +99,8 @@ def test_examples_and_float32_take_more_memory(without_weights: Callable[[str], 
 def test_plan_names_the_setting_with_which_a_captioning_model_fits(
     without_weights: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    captions = {"from": "model", "model": str(without_weights("idefics3")), "resolution": 64}
+    folder = without_weights("idefics3")
+    captions = {"from": "model", "model": str(folder), "resolution": 64}
     recipe = recipe_from_mapping(
         "flowers",
         {
@@ -113,7 +114,6 @@ def test_plan_names_the_setting_with_which_a_captioning_model_fits(
         },
     )
     make_tiny(tmp_path / "base")
-    folder = Path(captions["model"])
     needed = caption_memory(job(folder, "float32", max_tokens=200), quantize=None).device
     memory = forecast_memory(recipe, card_bytes=RESERVED_BYTES + needed - 1)
     assert [each.stage for each in memory.stages] == [
