@@ -3,7 +3,7 @@
 Each kind of finding has a measured number and a limit; docs/dataset_checks.md shows how the limits were
 chosen. The contact sheet `reports/validated_dataset/findings.jpg` shows the worst images of each kind.
 
-To add a kind, measure a value in `images/pixel_values.py` and add a `Kind` to `kinds`.
+To add a kind, measure a value in `images/pixel_values.py` and add a `Kind` to `KINDS`.
 """
 
 from __future__ import annotations
@@ -81,100 +81,98 @@ class Kind:
     fix: str
 
 
-def kinds(recipe: Recipe) -> tuple[Kind, ...]:
-    """Return all kinds of findings about single images, with the recipe's training size."""
-    buckets = recipe.buckets
-    training_px = min(buckets.resolutions or [buckets.resolution])
-    edge_px = (pl.col("height").cast(pl.Float64) * pl.col("width")).sqrt()
+_TRAINING_PX = pl.col("training_px")
+"""Edge of a square bucket of the lowest resolution, which `picture_findings` adds to the table."""
 
-    # An image that is reduced for training needs detail at the training size only.
-    sharpness = (pl.col("detail_px") / edge_px.clip(upper_bound=training_px)).clip(upper_bound=1)
-    median_sharpness = sharpness.median()
-    return (
-        Kind(
-            "pictures_sharp",
-            "blurred or enlarged",
-            sharpness,
-            pl.max_horizontal(MIN_SHARPNESS, MIN_RELATIVE_SHARPNESS * median_sharpness),
-            True,
-            "detail {:.0%}",
-            "replace blurred and enlarged images by sharper originals, or remove them",
-        ),
-        Kind(
-            "pictures_sharp",
-            "strongly compressed",
-            pl.col("jpeg_quality").cast(pl.Float64),
-            MIN_JPEG_QUALITY,
-            True,
-            "JPEG quality {:.0f}",
-            "replace strongly compressed images by their originals; training learns the blocks",
-        ),
-        Kind(
-            "pictures_exposed",
-            "dark",
-            pl.col("brightest"),
-            MIN_BRIGHTEST,
-            True,
-            "brightest {:.0%}",
-            "brighten dark images in an editor, or name the darkness in their captions",
-        ),
-        Kind(
-            "pictures_exposed",
-            "overexposed",
-            pl.col("white") - pl.col("white").median(),
-            MAX_WHITE,
-            False,
-            "{:.0%} more white than usual",
-            "export overexposed images again with less exposure; a white background is fine if the captions "
-            "name it",
-        ),
-        Kind(
-            "pictures_exposed",
-            "flat",
-            pl.col("contrast"),
-            MIN_CONTRAST,
-            True,
-            "contrast {:.0%}",
-            "raise the contrast of flat images in an editor, or remove them",
-        ),
-        Kind(
-            "pictures_unframed",
-            "framed by bars",
-            pl.col("bars"),
-            MAX_BARS,
-            False,
-            "bars {:.0%}",
-            "cut the bars off; training draws them too",
-        ),
-        Kind(
-            "pictures_unframed",
-            "marked in one corner",
-            pl.col("overlay"),
-            MAX_OVERLAY,
-            False,
-            "agreement {:.0%}",
-            "cut off, retouch or mask the mark that repeats in a corner; training draws it too",
-        ),
-        Kind(
-            "subjects_visible",
-            "small in the picture",
-            pl.col("mask_mean").sqrt() * training_px,
-            MIN_SUBJECT_PX,
-            True,
-            "{:.0f} px",
-            "crop the images around small subjects, or train at a higher buckets.resolution",
-        ),
-        Kind(
-            "subjects_visible",
-            "centred at an edge",
-            pl.min_horizontal("focus_x", 1 - pl.col("focus_x"), "focus_y", 1 - pl.col("focus_y"))
-            * training_px,
-            MIN_SUBJECT_PX / 2,
-            True,
-            "{:.0f} px from an edge",
-            "use images that show the complete subject, or correct the columns in focus_columns",
-        ),
-    )
+# An image that is reduced for training needs detail at the training size only.
+_EDGE_PX = (pl.col("height").cast(pl.Float64) * pl.col("width")).sqrt()
+_SHARPNESS = (pl.col("detail_px") / _EDGE_PX.clip(upper_bound=_TRAINING_PX)).clip(upper_bound=1)
+
+KINDS = (
+    Kind(
+        "pictures_sharp",
+        "blurred or enlarged",
+        _SHARPNESS,
+        pl.max_horizontal(MIN_SHARPNESS, MIN_RELATIVE_SHARPNESS * _SHARPNESS.median()),
+        True,
+        "detail {:.0%}",
+        "replace blurred and enlarged images by sharper originals, or remove them",
+    ),
+    Kind(
+        "pictures_sharp",
+        "strongly compressed",
+        pl.col("jpeg_quality").cast(pl.Float64),
+        MIN_JPEG_QUALITY,
+        True,
+        "JPEG quality {:.0f}",
+        "replace strongly compressed images by their originals; training learns the blocks",
+    ),
+    Kind(
+        "pictures_exposed",
+        "dark",
+        pl.col("brightest"),
+        MIN_BRIGHTEST,
+        True,
+        "brightest {:.0%}",
+        "brighten dark images in an editor, or name the darkness in their captions",
+    ),
+    Kind(
+        "pictures_exposed",
+        "overexposed",
+        pl.col("white") - pl.col("white").median(),
+        MAX_WHITE,
+        False,
+        "{:.0%} more white than usual",
+        "export overexposed images again with less exposure; a white background is fine if the captions "
+        "name it",
+    ),
+    Kind(
+        "pictures_exposed",
+        "flat",
+        pl.col("contrast"),
+        MIN_CONTRAST,
+        True,
+        "contrast {:.0%}",
+        "raise the contrast of flat images in an editor, or remove them",
+    ),
+    Kind(
+        "pictures_unframed",
+        "framed by bars",
+        pl.col("bars"),
+        MAX_BARS,
+        False,
+        "bars {:.0%}",
+        "cut the bars off; training draws them too",
+    ),
+    Kind(
+        "pictures_unframed",
+        "marked in one corner",
+        pl.col("overlay"),
+        MAX_OVERLAY,
+        False,
+        "agreement {:.0%}",
+        "cut off, retouch or mask the mark that repeats in a corner; training draws it too",
+    ),
+    Kind(
+        "subjects_visible",
+        "small in the picture",
+        pl.col("mask_mean").sqrt() * _TRAINING_PX,
+        MIN_SUBJECT_PX,
+        True,
+        "{:.0f} px",
+        "crop the images around small subjects, or train at a higher buckets.resolution",
+    ),
+    Kind(
+        "subjects_visible",
+        "centred at an edge",
+        pl.min_horizontal("focus_x", 1 - pl.col("focus_x"), "focus_y", 1 - pl.col("focus_y")) * _TRAINING_PX,
+        MIN_SUBJECT_PX / 2,
+        True,
+        "{:.0f} px from an edge",
+        "use images that show the complete subject, or correct the columns in focus_columns",
+    ),
+)
+"""All kinds of findings about single images."""
 
 
 def picture_findings(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
@@ -182,10 +180,12 @@ def picture_findings(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
 
     `table` is validated_dataset. A kind finds nothing in a table without its columns.
     """
+    buckets = recipe.buckets
+    training_px = min(buckets.resolutions or [buckets.resolution])
     # An image of one colour has a check of its own.
-    table = table.filter(~pl.col("one_colour"))
+    table = table.filter(~pl.col("one_colour")).with_columns(training_px=pl.lit(training_px))
     parts = [pl.DataFrame(schema={"sample_id": pl.String, "kind": pl.Int32, "value": pl.Float64})]
-    for index, kind in enumerate(kinds(recipe)):
+    for index, kind in enumerate(KINDS):
         if set(kind.value.meta.root_names()) <= set(table.columns):
             is_found = kind.value < kind.limit if kind.is_minimum else kind.value > kind.limit
             found = table.select("sample_id", value=kind.value, is_found=is_found).filter("is_found")
@@ -201,10 +201,10 @@ def shown_value(kind: Kind, value: float) -> str:
 
 def picture_outcomes(recipe: Recipe, table: pl.DataFrame) -> dict[str, Outcome]:
     """Return the outcomes of the checks of single pictures and of their variety, by name."""
-    all_kinds, found = kinds(recipe), picture_findings(recipe, table)
+    found = picture_findings(recipe, table)
     outcomes: dict[str, Outcome] = {}
-    for check in dict.fromkeys(kind.check for kind in all_kinds):
-        own = {index: kind for index, kind in enumerate(all_kinds) if kind.check == check}
+    for check in dict.fromkeys(kind.check for kind in KINDS):
+        own = {index: kind for index, kind in enumerate(KINDS) if kind.check == check}
         outcomes[check] = _outcome(own, found.filter(pl.col("kind").is_in(list(own))), table)
     return {**outcomes, "views_varied": _views_varied(table)}
 

@@ -37,7 +37,7 @@ from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.captions import EDITED, caption_of, replaced
 from pipeline.validated_dataset.picture_checks import (
-    kinds,
+    KINDS,
     large_view_groups,
     picture_findings,
     shown_value,
@@ -305,7 +305,7 @@ def _findings_strips(recipe: Recipe, table: pl.DataFrame, sources: Mapping[str, 
     found = picture_findings(recipe, table)
     samples = table.select("sample_id", "dataset", "path", "height", "width")
     strips: list[SheetRow] = []
-    for index, kind in enumerate(kinds(recipe)):
+    for index, kind in enumerate(KINDS):
         of_kind = found.filter(pl.col("kind") == index)
         worst = of_kind.head(NUM_PER_STRIP).join(samples, on="sample_id", maintain_order="left")
         if len(worst):
