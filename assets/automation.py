@@ -24,7 +24,7 @@ from dagster import (
 from assets.code_version import ALGORITHM_VERSIONS
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
-from assets.recipe_runs import EndedRun, ended_runs, find_active_run
+from assets.recipe_runs import ended_runs, find_active_run
 from assets.sensor_state import RETRY_DELAYS_S, SensorState
 from assets.sources import (
     base_model,
@@ -95,28 +95,37 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
             reason = f"listed {num_files:,} files so far: the next tick continues"
             return SensorResult(skip_reason=reason, cursor=state.to_cursor())
 
+        # Of the loaded recipe, because the source assets are those of the loaded definitions.
         versions = _source_versions(recipe, state.listed)
         observations = new_observations(context.instance, versions, state.observed)
-        observed = {key.to_user_string(): version for key, version in versions.items()}
-        state, now = replace(state, observed=observed), time.time()
-        state, skip_reason = state.settle(_state(current, state.listed), now=now)
-        failed: list[EndedRun] = []
-        if skip_reason is None:
-            active_run = find_active_run(context.instance, recipe, context.repository_def)
-            if active_run is not None:
-                skip_reason = f"run {active_run} of this recipe is in progress: waiting for its end"
-            else:
-                succeeded, failed = ended_runs(context.instance, current, job_name, state.since)
-                state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
+        state = replace(state, observed={key.to_user_string(): each for key, each in versions.items()})
+
+        state, skip_reason, num_failed = _after_listing(context, state, current, job_name)
         cursor = state.to_cursor()
         if skip_reason is not None:
             return SensorResult(skip_reason=skip_reason, cursor=cursor, asset_events=observations)
         # No run_key: Dagster would never run the same key twice, and files may return to an older state.
-        attempt = f"{len(failed) + 1} of {len(RETRY_DELAYS_S) + 1}"
+        attempt = f"{num_failed + 1} of {len(RETRY_DELAYS_S) + 1}"
         request = RunRequest(tags={RECIPE_TAG: recipe.name, ATTEMPT_TAG: attempt})
         return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
 
     return dataset_changed
+
+
+def _after_listing(
+    context: SensorEvaluationContext, state: SensorState, recipe: Recipe, job_name: str
+) -> tuple[SensorState, str | None, int]:
+    """Return the state after a complete listing, why no run is due or None, and the number of failed runs."""
+    now = time.time()
+    state, skip_reason = state.settle(_state(recipe, state.listed), now=now)
+    if skip_reason is not None:
+        return state, skip_reason, 0
+    active_run = find_active_run(context.instance, recipe, context.repository_def)
+    if active_run is not None:
+        return state, f"run {active_run} of this recipe is in progress: waiting for its end", 0
+    succeeded, failed = ended_runs(context.instance, recipe, job_name, state.since)
+    state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
+    return state, skip_reason, len(failed)
 
 
 def _as_written(recipe: Recipe) -> Recipe:
