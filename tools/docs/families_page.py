@@ -30,6 +30,9 @@ NOISE_LEVELS = "noise levels"
 UNSUPPORTED = "unsupported pipelines"
 """Name of the markers around the table of pipelines without a family."""
 
+WITHOUT_LOADER = "pipelines without a loader"
+"""Name of the markers around the table of pipelines that cannot load a LoRA."""
+
 Column = tuple[str, Callable[[Family], str]]
 
 
@@ -143,13 +146,19 @@ COLUMNS: tuple[Column, ...] = (
 """Heading of each column, and the function that returns its cell for a family."""
 
 
+def with_unsupported(page: str) -> str:
+    """Return the page with both tables of pipelines without a family."""
+    page = with_table(page, UNSUPPORTED, unsupported_table())
+    return with_table(page, WITHOUT_LOADER, unsupported_table("without_loader"))
+
+
 def main() -> None:
     """Write the tables into the page."""
     with TemporaryDirectory() as work:
         families_table, levels_table = table(Path(work)), noise_table(Path(work))
     page = with_table(PAGE.read_text(encoding="utf-8"), FAMILIES, families_table)
     page = with_table(page, NOISE_LEVELS, levels_table)
-    PAGE.write_text(with_table(page, UNSUPPORTED, unsupported_table()), encoding="utf-8")
+    PAGE.write_text(with_unsupported(page), encoding="utf-8")
 
 
 if __name__ == "__main__":
