@@ -62,7 +62,7 @@ def alert_sensors(
     def failure_alerts(context: RunFailureSensorContext) -> list[RunRequest] | None:
         run = context.dagster_run
         if not is_recipe_run(run, context.repository_def) or is_retried(context.instance, run.run_id):
-            return None  # this tick goes on with the next run
+            return None  # the tick continues with the next run
         send(failure_alert(context.instance, run, recipes), address)
         return _sent(context)
 

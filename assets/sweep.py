@@ -1,4 +1,4 @@
-"""sweep: variants of the recipe with other settings, of which the best one is found."""
+"""sweep: variants of the recipe with other settings, and which of them is best."""
 
 from collections.abc import Iterator
 from typing import Any
