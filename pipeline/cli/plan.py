@@ -171,9 +171,7 @@ def _show_warnings(result: Forecast) -> None:
         echo(f"warning: {text}")
     if result.pending_captions:
         captions = counted(result.pending_captions, "caption is", "captions are")
-        echo(
-            f"{captions} not written yet: the job checks them, and may encode more texts than are counted here"
-        )
+        echo(f"{captions} not written yet: the job checks them, and may encode more texts than counted here")
     if result.unknown_lengths:
         captions = counted(result.unknown_lengths, "caption")
         echo(f"the length of {captions} in tokens is unknown: the cache job warns if some are too long")
