@@ -133,3 +133,19 @@ def test_E05_a_model_whose_index_says_that_it_is_distilled_gets_a_warning(
     warning = missing_adapter_warning(recipe(tmp_path, None), detect(tmp_path / "base"))
     assert warning is not None
     assert advice in warning
+
+
+def test_the_guide_lists_the_adapter_of_each_distilled_model(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "recipe_guide.md").read_text(encoding="utf-8")
+    distilled = (partial(make_tiny_flux, schnell=True), partial(make_tiny_z_image, turbo=True))
+    for number, make in enumerate(distilled):
+        make(tmp_path / str(number))
+        distillation = detect(tmp_path / str(number)).distillation
+        assert distillation is not None
+        assert f"| `{distillation.training_adapter}` |" in guide
+    make_tiny_krea2(tmp_path / "krea2")
+    index = tmp_path / "krea2" / "model_index.json"
+    index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
+    krea2 = detect(tmp_path / "krea2").distillation
+    assert krea2 is not None
+    assert f"| `{krea2.training_adapter}` |" in guide
