@@ -24,7 +24,7 @@ from pipeline.escaping import without_secrets
 from pipeline.log import Log, discard
 from pipeline.recipe.isolation import require_isolation
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.atomic import sync_file, temp_path_for, write_text
+from pipeline.storage.atomic import sync_file, temp_path_for, write_bytes, write_text
 from pipeline.storage.file_systems import stat_from_info
 from pipeline.storage.os_errors import is_disk_full
 from pipeline.storage.remote_folder import ACCESS_FIX, FileChangedError, RemoteFolder
@@ -156,6 +156,28 @@ class OutputFolder:
             else:
                 wanted[name] = _UNLISTED
         return self.fetch_listed(wanted)
+
+    def fetch_keeping(self, top: str, kept: str) -> None:
+        """Fetch a folder with the work of persons; local files that this changes or deletes move to `kept`.
+
+        Such a file was written here and not uploaded, or another machine has changed or removed it since.
+
+        Raises:
+            StoreError: The service does not answer, or a file cannot be read.
+            OSError: A local file cannot be written or deleted.
+        """
+        if not self.is_remote:
+            return
+        before = {name: (self.folder / name).read_bytes() for name in self.local_names(top)}
+        self.fetch(top)
+        for name, data in before.items():
+            file = self.folder / name
+            if not file.is_file() or file.read_bytes() != data:
+                copy = self.folder / kept / f"{name}.{hashlib.sha256(data).hexdigest()[:8]}"
+                write_bytes(copy, data)
+                self._log(
+                    f"{name} is not at {self.where()} as it was here; the text of this machine is in {copy}"
+                )
 
     def fetch_listed(self, infos: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Fetch files as `fetch` does, with the times in their `infos`."""

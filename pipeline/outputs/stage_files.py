@@ -23,6 +23,9 @@ _SCAN_INDEX = "tables/known/"
 
 _EDITED_CAPTIONS = "captions/"
 
+REPLACED_CAPTIONS = ".replaced_captions"
+"""Folder with the texts of persons that were on this machine, and differ or are missing at the address."""
+
 _DATASET_PAGE = "reports/dataset/"
 
 EXPORTED_STEP = "runs/exported_step.json"
@@ -121,7 +124,7 @@ def fetch_stage(outputs: OutputFolder, asset: str, *, checks_only: bool) -> None
     reports = (*_BEFORE[asset], asset)
     index = (_SCAN_INDEX,) if asset in _SCANNING else ()
     if asset in ("captions", "validated_dataset"):
-        outputs.fetch(_EDITED_CAPTIONS)
+        outputs.fetch_keeping(_EDITED_CAPTIONS, REPLACED_CAPTIONS)
     if asset == "evaluation" and not checks_only:
         # The stage itself fetches the LoRA files of its steps.
         outputs.fetch(_EVALUATION_ENTRIES, "lora/provenance.json", EXPORTED_STEP)
@@ -173,7 +176,8 @@ def fetch_for_command(outputs: OutputFolder) -> None:
     if not outputs.is_remote:
         return
     reports = [report_file(asset) for asset in _BEFORE]
-    outputs.fetch("tables/", _EDITED_CAPTIONS, *reports, "lora/provenance.json", EXPORTED_STEP)
+    outputs.fetch_keeping(_EDITED_CAPTIONS, REPLACED_CAPTIONS)
+    outputs.fetch("tables/", *reports, "lora/provenance.json", EXPORTED_STEP)
     outputs.fetch_listed(run_records(outputs))
 
 

@@ -12,7 +12,13 @@ import pytest
 
 from pipeline.errors import DatasetError, GateClosedError, StoreError
 from pipeline.outputs.folder import OutputFolder
-from pipeline.outputs.stage_files import fetch_for_command, fetch_stage, stage_files, upload_stage
+from pipeline.outputs.stage_files import (
+    REPLACED_CAPTIONS,
+    fetch_for_command,
+    fetch_stage,
+    stage_files,
+    upload_stage,
+)
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_text
 from pipeline.storage.remote_folder import RemoteFolder
@@ -208,3 +214,26 @@ def test_edited_captions_reach_the_machine_that_validates(address: Url, tmp_path
     editor.remove(name)
     fetch_for_command(worker)
     assert not (worker.folder / name).exists()
+
+
+def test_a_caption_that_a_person_wrote_on_this_machine_is_never_lost(address: Url, tmp_path: Path) -> None:
+    lines: list[str] = []
+    editor = OutputFolder(address, tmp_path / "editor")
+    worker = OutputFolder(address, tmp_path / "worker", log=lines.append)
+    name, other = "captions/photos/a.png.txt", "captions/photos/b.png.txt"
+    write_text(editor.folder / name, "a red rose")
+    editor.upload(name)
+    fetch_stage(worker, "captions", checks_only=False)
+    assert lines == []
+
+    # Not uploaded, because a person wrote them with an editor, or the service did not answer.
+    write_text(worker.folder / name, "a lily")
+    write_text(worker.folder / other, "a tulip")
+    fetch_stage(worker, "captions", checks_only=False)
+    assert (worker.folder / name).read_text("utf-8") == "a red rose"
+    assert not (worker.folder / other).exists()
+    copies = sorted((worker.folder / REPLACED_CAPTIONS).rglob("*.txt.*"))
+    assert [copy.read_text("utf-8") for copy in copies] == ["a lily", "a tulip"]
+    assert [str(copy) in line for copy, line in zip(copies, lines, strict=True)] == [True, True]
+    fetch_for_command(worker)
+    assert len(lines) == 2
