@@ -47,6 +47,7 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
     """Return the schedule `<recipe>_recache` of a job, or None without a cron expression."""
     if recipe.recache.cron is None:
         return None
+    has_file = recipe.source.is_file()
 
     @schedule(
         cron_schedule=spread_cron(recipe.recache.cron, recipe.name),
@@ -57,6 +58,8 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
         description=f"Brings the cache of {recipe.name} up to date, unless one of its runs is in progress.",
     )
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
+        if has_file and not recipe.source.is_file():
+            return SkipReason(_removed(recipe))
         active_run = find_active_run(context.instance, recipe, context.repository_def)
         if active_run is not None:
             return SkipReason(f"run {active_run} of this recipe is in progress")
@@ -69,6 +72,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
     """Return the sensor `<recipe>_dataset_changed` of a job, or None without `recache.on_change`."""
     if not recipe.recache.on_change:
         return None
+    has_file = recipe.source.is_file()
 
     @sensor(
         job_name=job_name,
@@ -78,6 +82,8 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         description=f"Starts {recipe.name}_cache when images, captions or recipe have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
+        if has_file and not recipe.source.is_file():
+            return SensorResult(skip_reason=_removed(recipe), cursor=context.cursor)
         state = SensorState.from_cursor(context.cursor)
         try:
             # The run too plans its steps from the recipe in the file: Dagster loads the code again for it.
@@ -110,6 +116,12 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
         return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
 
     return dataset_changed
+
+
+def _removed(recipe: Recipe) -> str:
+    # The process of a run loads the definitions again, and would not find the job. Recipes that were built in
+    # Python have never had a file.
+    return f"{recipe.source} was removed or renamed: reload the code location"
 
 
 def _after_listing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from assets.automation import recache_schedule
 from assets.names import RECIPE_TAG
 from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
+from pipeline.recipe import load_recipe
 from tests.assets.ticks import ENABLED, Ticks, recipe, repository_of
 from tests.small_recipe import small_recipe
 
@@ -133,6 +136,32 @@ def test_the_schedule_and_the_sensor_describe_what_they_start(tmp_path: Path) ->
     sensor = repository.get_sensor_def("flowers_dataset_changed").description
     assert schedule == "Brings the cache of flowers up to date, unless one of its runs is in progress."
     assert sensor == "Starts flowers_cache when images, captions or recipe have changed and settled."
+
+
+def test_a_recipe_that_was_removed_starts_no_run_and_asks_for_a_reload(
+    tmp_path: Path, stored_instance: DagsterInstance
+) -> None:
+    file = tmp_path / "flowers.yaml"
+    (tmp_path / "data").mkdir()
+    values = small_recipe(tmp_path, recache=ENABLED).model_dump(mode="json", include={"model", "recache"})
+    folders = {name: str(tmp_path / name) for name in ("cache_dir", "output_dir")}
+    datasets = [{"name": "photos", "path": str(tmp_path / "data")}]
+    file.write_text(json.dumps({**values, **folders, "datasets": datasets}), encoding="utf-8")
+    ticks = Ticks(tmp_path, stored_instance)
+    ticks.repository = repository_of(load_recipe(file))
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    ticks.evaluate()
+    file.rename(tmp_path / "roses.yaml")
+    assert ticks.evaluate() == f"{file} was removed or renamed: reload the code location"
+    context = build_schedule_context(
+        stored_instance,
+        scheduled_execution_time=datetime(2026, 1, 1, 3, tzinfo=UTC),
+        repository_def=ticks.repository,
+    )
+    tick = ticks.repository.get_schedule_def("flowers_recache").evaluate_tick(context)
+    assert (tick.run_requests, "reload" in str(tick.skip_message)) == ([], True)
+    (tmp_path / "roses.yaml").rename(file)
+    assert ticks.evaluate() == "run"
 
 
 def test_a_missing_dataset_skips_the_tick(tmp_path: Path, instance: DagsterInstance) -> None:
