@@ -35,7 +35,7 @@ from resources.tables import ASSET, RECIPE
 if TYPE_CHECKING:
     from pipeline.reporting.findings import CheckContext, Finding
 
-_READS_SHARDS = ("captions", "validated_dataset", "vae_latents", "text_embeddings")
+_READS_SHARDS = ("captions", "validated_dataset", "vae_latents", "text_embeddings", "evaluation")
 """Assets other than raw_images that read images or captions, which may be in shards."""
 
 _LAST_OF_A_JOB = {"vae_latents", "text_embeddings", "trained_lora", *OPTIONAL_ASSETS} - {"captions"}

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DatasetError, counted
+from pipeline.errors import DatasetError, counted, verb
 from pipeline.new_recipe.image_folders import MAX_PROMPT, ImageFolder, find_repeats_folders, scan_folder
 from pipeline.new_recipe.one_file_captions import CaptionTable, find_caption_tables, read_caption_table
+from pipeline.raw_images.folder import is_hidden
 from pipeline.recipe import CaptionSettings
+from pipeline.recipe.packed import PARQUET, TAR, WILDCARD
 from pipeline.validated_dataset.variants import variants
 
 DEFAULT_CAPTION = "a photograph"
@@ -165,7 +167,8 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
         raise DatasetError(
             "the folder contains no images",
             where=str(folder.absolute()),
-            fix="pass another folder; images have suffixes such as jpg, png, webp, tiff or heic",
+            fix=_shards_fix(folder)
+            or "pass another folder; images have suffixes such as jpg, png, webp, tiff or heic",
         )
     tables, remarks = find_caption_tables(folder)
     num_in_tables = sum(len(each.captions) for each in tables)
@@ -180,6 +183,25 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
         for each in tables
     ]
     return RecipeDraft("a folder of images", [dataset], not_taken=remarks)
+
+
+def _shards_fix(folder: Path) -> str:
+    """Return how a recipe names the images in the shards of a folder; "" without shards."""
+    others = {TAR: "", PARQUET: ", image_column: image"}
+    for suffix, keys in others.items():
+        num_files = sum(each.suffix.lower() == suffix for each in _visible_files(folder))
+        if num_files:
+            files, has = counted(num_files, f"{suffix} file"), verb(num_files, "has", "have")
+            dataset = f"{{path: {folder / WILDCARD}{suffix}{keys}}}"
+            return (
+                f"if its {files} {has} images inside, write a recipe with datasets: [{dataset}]; "
+                "see docs/recipe_guide.md, Images in shards"
+            )
+    return ""
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    return [each for each in folder.iterdir() if each.is_file() and not is_hidden(each.name)]
 
 
 def draft_from_table(file: Path) -> RecipeDraft | None:

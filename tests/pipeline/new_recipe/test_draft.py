@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.new_recipe.draft import dataset_names
+from pipeline.errors import DatasetError
+from pipeline.new_recipe.draft import dataset_names, draft_from_folder
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,16 @@ def test_names_are_valid_and_differ_in_more_than_case(wanted: list[str]) -> None
     names = dataset_names(wanted, otherwise="x")
     assert [name for name in names if not re.fullmatch(r"[A-Za-z0-9_-]+", name)] == []
     assert len({name.casefold() for name in names}) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("train-0.tar", ""), ("train-0.parquet", ", image_column: image")],
+    ids=["tar", "parquet"],
+)
+def test_a_folder_of_shards_is_an_error_with_the_keys_to_write(tmp_path: Path, name: str, keys: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DatasetError, match="contains no images") as excinfo:
+        draft_from_folder(tmp_path)
+    assert excinfo.value.fix is not None
+    assert f"[{{path: {tmp_path}/*{Path(name).suffix}{keys}}}]" in excinfo.value.fix

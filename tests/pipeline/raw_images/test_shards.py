@@ -494,3 +494,17 @@ def test_two_recipes_with_the_same_shards_share_the_unpacked_files(folder: Folde
     log: list[str] = []
     unpack_shards(folder.recipe, log=log.append)
     assert log == []
+
+
+def test_later_stages_on_another_machine_unpack_what_is_missing_there(folder: Folder, data: Path) -> None:
+    path = put(data, "a.tar", tar_bytes(samples("a")))
+    tar(folder)
+    unpack_shards(folder.recipe, log=discard, only_new=True)
+    files = unpacked(folder.recipe) / "files" / "a"
+    assert contents(files) == samples("a")
+
+    # Unpacked once, they are read without the shards, as entries of the cache are.
+    path.unlink()
+    unpack_shards(folder.recipe, log=discard, only_new=True)
+    with pytest.raises(DatasetError, match="no file matches"):
+        unpack_shards(folder.recipe, log=discard)
