@@ -1,4 +1,4 @@
-"""A local server that speaks the Hub's protocol for reading datasets: commits, listings and files."""
+"""A local server that speaks the Hub's protocol for reading repositories: commits, listings and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 @dataclass
 class HubRepository:
-    """The dataset `anna/flowers` on a server.
+    """The repository `anna/flowers` on a server, which is a dataset and a model.
 
     Attributes:
         commits: Files of each commit by its hash, oldest first.
@@ -65,14 +65,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        # Addresses of files of a model begin with its owner, all others with the kind of the repository.
         parts = path.removeprefix("/api").strip("/").split("/")
+        parts = parts[1:] if parts[0] in ("datasets", "models") else parts
         if self.repository.num_failures:
             self.repository.num_failures -= 1
             self._json(503, {"error": "overloaded"})
-        elif parts[:3] != ["datasets", "anna", "flowers"]:
+        elif parts[:2] != ["anna", "flowers"]:
             self._json(404, {"error": "Repository not found"}, "RepoNotFound")
         else:
-            self._answer(parts[3] if len(parts) > 3 else "revision", parts[4:])
+            self._answer(parts[2] if len(parts) > 2 else "revision", parts[3:])
 
     def _answer(self, kind: str, parts: list[str]) -> None:
         revision, path = (parts[0] if parts else "main"), "/".join(parts[1:])
