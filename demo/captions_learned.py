@@ -85,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
     scores = {(row["seed"], row["source"]): row["concept_after"] for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     lines = [
-        "| source | right captions | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | share |",
+        "| captions | right | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | share |",
         "|---|---|" + "---|" * len(seeds) + "---|---|",
     ]
     best = mean(scores[seed, TRUE] for seed in seeds)
