@@ -16,7 +16,7 @@ import polars as pl
 
 from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.models.families import Use
-from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
+from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR, MODULAR
 from pipeline.recipe import shareable_path
 from pipeline.storage.regular_files import RefusedFileError, file_sha256, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables, read_rows
@@ -61,6 +61,7 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
             # For the model card, which may be written where the base model is not available.
             **({FORCES_ZEROS: True} if entries.family.forces_zeros else {}),
             **({LOSES_ZERO_SNR: True} if entries.family.loses_zero_snr else {}),
+            **({MODULAR: True} if entries.family.is_modular else {}),
         },
         "packages": {name: _package_version(name) for name in PACKAGES},
         "python": platform.python_version(),

@@ -33,6 +33,9 @@ Denoiser = Literal["unet", "transformer"]
 LOSES_ZERO_SNR = "loses_zero_snr"
 """Key of the provenance of a LoRA for a base model with `Family.loses_zero_snr`."""
 
+MODULAR = "modular_pipeline"
+"""Key of the provenance of a LoRA for a base model that diffusers has as a modular pipeline only."""
+
 FORCES_ZEROS = "force_zeros_for_empty_prompt"
 """Key of `model_index.json`: without a negative prompt, the pipeline draws with zeros in place of a text."""
 
@@ -242,6 +245,11 @@ class Family:
     def forces_zeros(self) -> bool:
         """Whether the pipeline uses zeros, instead of the empty prompt, if it gets no negative prompt."""
         return bool(self.model.index.get(FORCES_ZEROS, self.spec.forces_zeros))
+
+    @property
+    def is_modular(self) -> bool:
+        """Whether diffusers has the family as a modular pipeline only."""
+        return self.spec.pipeline_classes[0].endswith("ModularPipeline")
 
     # LoRA files
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.escaping import markdown_text, printable
-from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR
+from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR, MODULAR
 from pipeline.models.families.parts.noise import ZERO_SNR_DRAWING
 from pipeline.recipe.lora import DEFAULT_OFT_BLOCK_SIZE
 from pipeline.trained_lora.export.lora_files import SHEET_FILE, native_file_name
@@ -52,9 +52,10 @@ def model_card(
         has_sheet: Whether the card shows `SHEET_FILE`.
         why: Reason for which an evaluation chose the step, if it did.
     """
-    has_zero_snr = _needs_zero_snr(record)
     is_rotation = record["recipe"]["training"]["lora"].get("kind") == "oft"
     base, name = printable(record["model"]["base"]), record["recipe"]["name"]
+    is_modular = bool(record["model"].get(MODULAR))
+    load = _load_lines(base, is_modular=is_modular, has_zero_snr=_needs_zero_snr(record))
 
     # The Hub reads the front matter between the two lines of dashes.
     lines = [
@@ -68,7 +69,7 @@ def model_card(
         "",
         f"# {markdown_text(name)}",
         "",
-        *(_rotation_usage if is_rotation else _usage)(base, has_zero_snr=has_zero_snr),
+        *(_rotation_usage if is_rotation else _usage)(load),
         "",
         *(_EMPTY_PROMPT if record["model"].get(FORCES_ZEROS) else []),
         *(_rotation_programs(name) if is_rotation else _programs(name, native=_native_kind(record))),
@@ -86,15 +87,27 @@ def model_card(
     return "\n".join(lines)
 
 
-def _usage(base: str, *, has_zero_snr: bool) -> list[str]:
+def _load_lines(base: str, *, is_modular: bool, has_zero_snr: bool) -> tuple[str, list[str]]:
+    """Return the import of a pipeline, and the lines that load the base model into `pipe`."""
+    if is_modular:
+        lines = [f"pipe = ModularPipeline.from_pretrained({base!r})", "pipe.load_components()"]
+        return "from diffusers import ModularPipeline", lines
+    lines = [
+        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
+        *(_ZERO_SNR_LINES if has_zero_snr else []),
+    ]
+    return f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline", lines
+
+
+def _usage(load: tuple[str, list[str]]) -> list[str]:
+    imports, lines = load
     return [
         "A LoRA trained with Latentline. To use it in diffusers:",
         "",
         "```python",
-        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
+        imports,
         "",
-        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
-        *(_ZERO_SNR_LINES if has_zero_snr else []),
+        *lines,
         f"pipe.load_lora_weights({PLACE})",
         "```",
     ]
@@ -116,20 +129,20 @@ def _native_kind(record: Mapping[str, Any]) -> str:
     return {"loha": "LoHa", "lokr": "LoKr"}[lora["kind"]] if lora.get("native_file") else ""
 
 
-def _rotation_usage(base: str, *, has_zero_snr: bool) -> list[str]:
+def _rotation_usage(load: tuple[str, list[str]]) -> list[str]:
+    imports, lines = load
     return [
         "An OFT trained with Latentline. To use it in diffusers, from a local copy of this folder:",
         "",
         "```python",
         "import json",
         "",
-        f"from diffusers import {'DDIMScheduler, ' if has_zero_snr else ''}DiffusionPipeline",
+        imports,
         "from peft import get_peft_config, set_peft_model_state_dict",
         "from safetensors import safe_open",
         "",
         f"folder = {PLACE}",
-        f"pipe = DiffusionPipeline.from_pretrained({base!r})",
-        *(_ZERO_SNR_LINES if has_zero_snr else []),
+        *lines,
         'denoiser = pipe.components.get("unet") or pipe.transformer',
         *_ROTATION_LINES,
         "```",

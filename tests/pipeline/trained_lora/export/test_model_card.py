@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from diffusers import AnimaModularPipeline
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from pipeline.models.families import detect
-from pipeline.models.families.family import FORCES_ZEROS
+from pipeline.models.families.family import FORCES_ZEROS, MODULAR
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.provenance import shareable
 from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
+from tests.tiny_models import TinyModel
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
@@ -65,6 +67,24 @@ def test_the_card_states_the_empty_prompt_if_the_base_model_s_pipeline_would_use
         )
         assert detect(folder).forces_zeros is (value is not False)
     assert not detect(tiny_bases["epsilon"]).forces_zeros
+
+
+def test_the_card_loads_a_model_that_diffusers_has_as_a_modular_pipeline(
+    make_project: Callable[..., Project], tiny_model: TinyModel
+) -> None:
+    project, anima = make_project(), tiny_model("Anima")
+    assert detect(anima).is_modular
+    assert not detect(tiny_model("Stable Diffusion 1.x and 2.x")).is_modular
+    assert "ModularPipeline" not in card_of(project)
+
+    card = card_of(project, **{MODULAR: True}).replace(project.recipe.model.base, str(anima))
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    load, _, use = code.partition("pipe.load_lora_weights(")
+    assert use
+    names: dict[str, Any] = {}
+    exec(load, names)
+    assert isinstance(names["pipe"], AnimaModularPipeline)
+    assert names["pipe"].transformer is not None
 
 
 def test_the_hub_finds_the_trigger_and_the_prompts(make_project: Callable[..., Project]) -> None:
