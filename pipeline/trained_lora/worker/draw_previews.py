@@ -6,11 +6,12 @@ previews and released afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from accelerate.utils import gather_object
 from diffusers import DDIMScheduler
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
@@ -37,31 +38,59 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.worker.engine import Engine
 
 
-def draw_previews(
+def draw_divided_previews(
     job: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`, and return the files written.
+    """Divide `draw_previews` among all processes, which have the same weights; every process calls it.
+
+    Every process returns the files of all, and reports the failures of all.
+    """
+    accelerator = engine.accelerator
+    numbers = range(accelerator.process_index, len(job.prompts), accelerator.num_processes)
+    failures: list[str] = []
+    files = draw_previews(job, family, engine, step=step, warn=failures.append, numbers=numbers)
+
+    files, failures = gather_object(files), gather_object(failures)
+    for text in failures:
+        warn(text)
+    # By the number of the prompt, as one process draws them.
+    return sorted(files, key=lambda file: (len(file.name), file.name))
+
+
+def draw_previews(
+    job: TrainingJob,
+    family: WorkerFamily,
+    engine: Engine,
+    *,
+    step: int,
+    warn: Callable[[str], None],
+    numbers: Sequence[int] | None = None,
+) -> list[Path]:
+    """Draw the run's prompts into `samples/step-<step>-<number>.png`, and return the files written.
 
     A preview depends only on the adapter, the prompt with its settings and the recipe's seed, so that steps
-    can be compared. A failure is reported through `warn` and ends the drawing.
+    can be compared. A failure is reported through `warn` and ends the drawing. `numbers` are the prompts to
+    draw; None for all.
     """
-    files: list[Path] = []
+    numbers = range(len(job.prompts)) if numbers is None else numbers
+    pending = list(numbers)
     try:
         # If memory runs out, the VAE decodes the remaining pictures in tiles and in bfloat16.
-        if not _draw_all(job, family, engine, step, files, dtype="float32"):
+        if pending and not _draw_all(job, family, engine, step, pending, dtype="float32"):
             free_memory()
-            _draw_all(job, family, engine, step, files, dtype="bfloat16")
+            _draw_all(job, family, engine, step, pending, dtype="bfloat16")
     except Exception as err:  # a failed preview must not end a run (FAILURES R09)
         warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
     finally:
         free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
-    return files
+    folder = RunLayout(job.folder).previews
+    return [preview_file(folder, step, number) for number in numbers if number not in pending]
 
 
 def _draw_all(
-    job: TrainingJob, family: WorkerFamily, engine: Engine, step: int, files: list[Path], *, dtype: str
+    job: TrainingJob, family: WorkerFamily, engine: Engine, step: int, pending: list[int], *, dtype: str
 ) -> bool:
-    """Draw the prompts that `files` lacks; return False if memory runs out with float32."""
+    """Draw the prompts `pending` and remove each; return False if memory runs out with float32."""
     # Neither attempt uses float16, in which SDXL's VAE overflows.
     is_last = dtype != "float32"
     try:
@@ -73,8 +102,8 @@ def _draw_all(
             if is_last:
                 pipeline.vae.enable_tiling()
 
-            for number in range(len(files), len(job.prompts)):
-                prompt = job.prompts[number]
+            while pending:
+                number, prompt = pending[0], job.prompts[pending[0]]
                 with scaled_adapters(engine.networks, prompt.lora_scale):
                     picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
 
@@ -85,7 +114,7 @@ def _draw_all(
                 for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():
                     text_chunks.add_itxt(key, text)
                 write_atomically(path, partial(picture.save, format="PNG", pnginfo=text_chunks))
-                files.append(path)
+                del pending[0]
     except (RuntimeError, MemoryError) as err:
         if is_last or not is_out_of_memory(err):
             raise

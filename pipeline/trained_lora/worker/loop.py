@@ -48,7 +48,7 @@ from pipeline.trained_lora.worker.checkpoint import (
 from pipeline.trained_lora.worker.collective import run_on_main
 from pipeline.trained_lora.worker.compiled import fallbacks_reported
 from pipeline.trained_lora.worker.distributed import COLLECTIVE_TIMEOUT, STEP_TIMEOUT, wait_at_most
-from pipeline.trained_lora.worker.draw_previews import draw_previews
+from pipeline.trained_lora.worker.draw_previews import draw_divided_previews, draw_previews
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome, UnreadSteps
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.export.modules import describe_networks
@@ -373,12 +373,17 @@ class _TrainingRun:
                 self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
         if missing.previews and self._due(settings.sample_every, steps_done):
-            run_on_main(self.engine, partial(self._draw, steps_done))
+            # Machines may not see each other's files, and a sharded denoiser draws one picture at a time.
+            is_divided = machines_of_this_process().number == 1 and not self.engine.is_sharded
+            if is_divided:
+                self._draw(steps_done, draw_divided_previews)
+            else:
+                run_on_main(self.engine, partial(self._draw, steps_done, draw_previews))
 
-    def _draw(self, steps_done: int) -> None:
+    def _draw(self, steps_done: int, draw: Callable[..., list[Path]]) -> None:
         self._begin_after(steps_done, startup.PREVIEWS, "drawing previews")
         with self.engine.result_weights():
-            files = draw_previews(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
+            files = draw(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
         if self.metrics is not None:
             self.metrics.previews(steps_done, files)
 

@@ -22,6 +22,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.inference import PictureSettings
 from pipeline.models.worker.loading import unpacked_weight
+from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import NoiseSettings, Recipe
 from pipeline.storage.atomic import write_text
 from pipeline.storage.tables import frame
@@ -409,3 +410,20 @@ def test_R13_a_preview_of_zero_snr_equals_the_picture_of_the_card_s_code(
     (file,) = draw_previews(job, family, Engine(job, family), step=2, warn=print)
     difference = np.asarray(Image.open(file)).astype(int) - np.asarray(drawn)
     assert abs(difference).max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_processes_divide_the_previews_and_report_all_failures(make_project: Callable[..., Project]) -> None:
+    job = make_project(sample_every=2).changed("two", num_processes=2).job()
+    four = [replace(prompt, steps=1) for prompt in (*job.prompts, *job.prompts)]
+    job = replace(job, prompts=tuple(four))
+    file = job.write()
+    LocalLaunch(job.recipe.accelerate)("tests.pipeline.trained_lora.worker.divided_previews", file)
+    ranks = [json.loads(file.with_name(f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+    assert [rank.pop("drawn") for rank in ranks] == [2, 2]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["files"] == [f"step-00000000-{number:02d}.png" for number in (0, 1, 2)]
+    (warning,) = ranks[0]["warnings"]
+    assert "the second process draws no second picture" in warning
