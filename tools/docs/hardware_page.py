@@ -1,7 +1,7 @@
 """Generate the tables in docs/hardware.md: `python -m tools.docs.hardware_page`, some minutes.
 
 Memory is computed as in `latentline plan`, for the configurations of published models in `bench.gpu`. The
-size of cache entries follows from their shapes.
+size of cache entries follows from their shapes, and times from `step_times`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import Recipe
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
+from tools.docs.step_times import step_line, timing_lines
 from tools.docs.streaming import streaming_lines, training_recipe
 
 PAGE = Path("docs/hardware.md")
@@ -169,17 +170,20 @@ def complete_page(page: str, models: Sequence[Published] = PUBLISHED) -> str:
     sizes: list[str] = []
     disk: list[str] = []
     proposals: list[str] = []
+    steps: list[str] = []
     for published in models:
         with TemporaryDirectory() as folder:
             disk.append(disk_line(published, Path(folder)))
         with TemporaryDirectory() as folder:
             memory = memory_of(published, Path(folder))
         fits.append(fit_line(published.name, memory))
+        steps.append(step_line(published, memory.resolution, memory.training["checkpointing"]))
         sizes.append(memory_line(published.name, memory))
         if memory.proposals:
             proposals.append(proposal_line(published.name, memory))
     flux = next(each for each in PUBLISHED if each.name == "FLUX.1 dev")
-    tables = {"cards": fits, "memory": sizes, "proposals": proposals, "disk": disk}
+    tables = {"cards": fits, "memory": sizes, "proposals": proposals, "disk": disk, "steps": steps}
+    tables["timings"] = timing_lines(PUBLISHED)
     for name, lines in {**tables, "streaming": streaming_lines(flux)}.items():
         page = with_table(page, name, lines)
     return page

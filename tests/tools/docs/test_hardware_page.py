@@ -32,11 +32,15 @@ def test_the_disk_space_of_all_models_is_up_to_date(lines: list[str], tmp_path: 
         assert disk_line(published, folder) in lines, "run python -m tools.docs.hardware_page"
 
 
-def test_every_forecast_model_is_in_three_tables_and_large_models_in_that_of_proposals(
+def test_every_model_is_in_the_tables_of_memory_and_disk_space_and_large_models_in_that_of_proposals(
     lines: list[str],
 ) -> None:
-    counts = {each.name: sum(line.startswith(f"| {each.name} |") for line in lines) for each in PUBLISHED}
-    assert counts == {name: 4 if name in LARGE_MODELS else 3 for name in counts}
+    tables = {"cards": PUBLISHED, "memory": PUBLISHED, "disk": PUBLISHED}
+    names = {name: [each.name for each in models] for name, models in tables.items()}
+    names["proposals"] = [each.name for each in PUBLISHED if each.name in LARGE_MODELS]
+    for table, expected in names.items():
+        begin, end = (lines.index(f"<!-- {table}: {edge} -->") for edge in ("begin", "end"))
+        assert [line.split("|")[1].strip() for line in lines[begin + 4 : end - 1]] == expected, table
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -226,6 +226,31 @@ class TrainingForecast:
             loss = self._loss(denoiser, networks[1:], variant.batch_size)
         memory.backward(loss, denoiser, modes)
         return memory.peak_bytes
+
+    def run_step(
+        self,
+        variant: Variant,
+        *,
+        all_passes: AbstractContextManager[Any],
+        forward: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Run the passes of a step within `all_passes`, and its forward passes within `forward`.
+
+        Base weights are not packed.
+        """
+        text = self._text(variant.dtype)
+        denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
+        autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
+
+        @contextmanager
+        def modes() -> Generator[None]:
+            with CudaRules(autocast), forward():
+                yield
+
+        with all_passes:
+            with modes():
+                loss = self._loss(denoiser, text, variant.batch_size)
+            LiveMemory().backward(loss, denoiser, modes)
 
     def _loss(self, denoiser: nn.Module, text: list[nn.Module], batch_size: int) -> Tensor:
         shape = (batch_size, *self._family.latent_shape(self._size))
