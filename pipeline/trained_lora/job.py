@@ -247,6 +247,7 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     # A run's folder may be shared. The worker can do without the secrets, because it reads no dataset.
     values = recipe.model_dump(mode="json")
     values["output_address"] = without_secrets(values["output_address"])
+    values["packed_paths"] = [[name, without_secrets(path)] for name, path in values["packed_paths"]]
     for dataset in values["datasets"]:
         addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}

@@ -26,6 +26,7 @@ from pipeline.raw_images.shards import unpack_shards
 from pipeline.raw_images.walk import require_readable
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
+from pipeline.recipe.overrides import with_overrides
 from pipeline.recipe.packed import unpacked_folder
 from tests.hub_server import HubRepository, hub_server
 from tests.pipeline.dataset_folder import Folder, picture
@@ -358,6 +359,8 @@ def test_a_recipe_with_shards_can_be_stored_and_loaded_again(folder: Folder, dat
     recipe = folder.recipe
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
     assert str(recipe.packed["d"]) == f"{data}/*.parquet"
+    assert with_overrides(recipe, {"steps": 7}).datasets == recipe.datasets
+    assert with_overrides(recipe, {"steps": 7}).packed == recipe.packed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.tables import selected
@@ -248,6 +250,19 @@ def with_views_and_variants(project: Project) -> TrainingJob:
             ones = {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in spec.tensors.items()}
             entries.store.write(spec, ones, {"made_by": "a test"})
     return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text_spec(""), prompts=())
+
+
+def test_H05_the_addresses_of_shards_have_no_query_string_in_the_folder_of_a_run(
+    make_project: Callable[..., Project],
+) -> None:
+    job = make_project().job()
+    address = Url("zip://shards/a.tar::https://server/all.zip?token=s3cr3t")
+    recipe = job.recipe.model_copy(update={"packed_paths": (("photos", address),)})
+    file = dataclasses.replace(job, recipe=recipe).write()
+    assert "s3cr3t" not in file.read_text(encoding="utf-8")
+    assert str(read_job(file).recipe.packed["photos"]).startswith(
+        "zip://shards/a.tar::https://server/all.zip"
+    )
 
 
 def maker_of(job: TrainingJob) -> MicroBatchMaker:
