@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.captions.entries import caption_spec
+from pipeline.captions.stage import ASSET, caption_images
 from pipeline.maintenance.caption_forecast import forecast_captions
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import needed_keys
+from pipeline.recipe import Recipe
 from pipeline.storage.tables import Tables
+from pipeline.validated_dataset.edited_captions import edit_captions
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.captions.conftest import Captioned, captioned, captioner
+from tests.in_process_worker import InProcessLaunch
+from tests.pipeline.captions.conftest import Captioned, captioned, captioner, picture
 
 __all__ = ["captioned", "captioner"]
 
@@ -97,6 +102,43 @@ def test_plan_counts_only_a_person_s_caption_before_the_model_s_is_written(
     assert "photos/a.png" in planned.text.reasons["new caption"]
     assert planned.training is not None
     assert planned.training.action.run == ""
+
+
+def test_C17_an_image_a_prompt_and_an_edit_caption_exactly_what_they_touch(
+    captioned: Captioned,
+) -> None:
+    drawings = captioned.folder / "drawings"
+    drawings.mkdir()
+    for seed in (11, 12):
+        picture(seed).save(drawings / f"{seed}.png")
+
+    def recipe(prompt: str) -> Recipe:
+        values = captioned.recipe().model_dump(mode="json")
+        [photos] = values["datasets"]
+        drawn = {**photos, "name": "drawings", "path": str(drawings)}
+        drawn["captions"] = {**photos["captions"], "prompt": prompt}
+        return Recipe.model_validate_json(json.dumps({**values, "datasets": [photos, drawn]}))
+
+    def captioned_again(prompt: str) -> tuple[dict[str, list[str]], int, list[str]]:
+        """Return what plan announces, what the job writes, and which images have a caption of the model."""
+        now, tables = recipe(prompt), Tables(recipe(prompt).output_dir)
+        raw = captioned.raw(now)
+        forecast = forecast_captions(RecipeEntries(now), tables, raw)
+        assert forecast is not None
+        launch = InProcessLaunch()
+        result = caption_images(now, raw, tables, launch=launch, log=quiet)
+        tables.write(ASSET, result.table)
+        reasons = {reason: sorted(names) for reason, names in forecast[0].reasons.items()}
+        return reasons, result.report["encoded"], result.table["sample_id"].to_list()
+
+    photos = ["photos/a.png", "photos/b.png", "photos/c.png"]
+    drawn = ["drawings/11.png", "drawings/12.png"]
+    assert captioned_again("Describe it.") == ({"new image": [*drawn, *photos]}, 5, [*drawn, *photos])
+    picture(9).save(captioned.images / "b.png")
+    assert captioned_again("Describe it.") == ({"image changed": ["photos/b.png"]}, 1, [*drawn, *photos])
+    assert captioned_again("What is it?") == ({"prompt changed": drawn}, 2, [*drawn, *photos])
+    edit_captions(recipe("What is it?"), "photos/c.png", ["a lily"], quiet)
+    assert captioned_again("What is it?") == ({}, 0, [*drawn, *photos[:2]])
 
 
 def test_explain_and_gc_know_the_caption(captioned: Captioned) -> None:
