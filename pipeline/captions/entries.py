@@ -20,6 +20,7 @@ from pipeline.encoding.fill import EntryRequests, Row
 from pipeline.encoding.jobs import EncodingModel, Job
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import canonical_hash
+from pipeline.recipe.captions import DECIDES_TEXT
 from pipeline.storage.source import MAX_TEXT_BYTES
 from pipeline.versions import CAPTIONER_VERSION, PREPROCESSING_VERSION
 
@@ -185,16 +186,5 @@ def _recorded(name: str, state: EntryState) -> int:
 
 def same_request(captions: CaptionSettings) -> CaptionSettings:
     """Return the settings that decide what the model writes; datasets with equal ones share a launch."""
-    names = (
-        "model",
-        "revision",
-        "prompt",
-        "max_tokens",
-        "resolution",
-        "dtype",
-        "quantize",
-        "examples",
-        "tagger",
-    )
-    values = {name: getattr(captions, name) for name in names}
+    values = {name: getattr(captions, name) for name in DECIDES_TEXT}
     return type(captions).model_validate({"from": "model", **values})

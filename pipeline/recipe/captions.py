@@ -140,12 +140,10 @@ class ExampleSettings(Settings):
 
 
 _OF_FILES = ("suffix", "json_key", "encoding", "fallback_encoding")
-_OF_MODELS = (
+DECIDES_TEXT = (
     "model",
     "revision",
     "prompt",
-    "when",
-    "as_",
     "max_tokens",
     "resolution",
     "dtype",
@@ -153,6 +151,9 @@ _OF_MODELS = (
     "examples",
     "tagger",
 )
+"""Keys that decide what a model writes of an image."""
+
+_OF_MODELS = (*DECIDES_TEXT, "when", "as_")
 _OF_LANGUAGE_MODELS = ("prompt", "max_tokens", "dtype", "quantize", "examples")
 
 
