@@ -11,8 +11,13 @@ from pipeline.captions.tags import read_tags, require_known
 from pipeline.models.captioner_folder import captioner_part, resolve_captioner
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.fingerprints import Fingerprints
+from pipeline.models.hub import snapshot_commit
+from pipeline.recipe import shareable_path
+from pipeline.versions import CAPTIONER_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import CaptionSettings
 
@@ -53,6 +58,23 @@ def resolve_model(entries: RecipeEntries, settings: CaptionSettings) -> CaptionM
         require_known(settings.tagger, read_tags(folder), where=where)
         return CaptionModel(folder, fingerprint, "float32")
     return CaptionModel(folder, fingerprint, dtype_of(settings, folder), examples_of(settings, where=where))
+
+
+def model_record(model: CaptionModel, settings: CaptionSettings, datasets: Sequence[str]) -> dict[str, Any]:
+    """Return what names the model of these datasets' captions in reports and in the provenance of LoRAs."""
+    assert settings.model is not None, "the recipe requires it"
+    record = {
+        "model": shareable_path(settings.model),
+        # Of a branch or a tag, the commit that was used.
+        "revision": snapshot_commit(model.folder) or settings.revision,
+        "fingerprint": model.fingerprint,
+        "version": CAPTIONER_VERSION,
+        "datasets": sorted(datasets),
+    }
+    if settings.tagger is not None:
+        # A vocabulary may have thousands of tags; the recipe has it.
+        return {**record, "tagger": settings.tagger.model_dump(exclude={"vocabulary", "exclude"})}
+    return {**record, "prompt": settings.prompt, "dtype": model.dtype, "quantize": settings.quantize}
 
 
 def dtype_of(settings: CaptionSettings, folder: Path) -> str:

@@ -12,7 +12,7 @@ import polars as pl
 from pipeline.cache.recipe_entries import RecipeEntries, is_unchanged
 from pipeline.captions.checks import judged
 from pipeline.captions.entries import FAILED, caption_requests, read_caption, same_request, with_keys
-from pipeline.captions.model import resolve_model
+from pipeline.captions.model import model_record, resolve_model
 from pipeline.captions.report import SAMPLES, write_sheet
 from pipeline.encoding.fill import EntryRequests, FillResult, fill
 from pipeline.encoding.jobs import Failure
@@ -64,8 +64,10 @@ def caption_images(
     previous = tables.read_previous(ASSET)
     parts, requested = [empty(ASSET)], [pl.DataFrame(schema={"sample_id": pl.String, "key": pl.String})]
     filled: list[FillResult] = []
+    models: list[Report] = []
     for settings, of_model in by_request(recipe, images):
         model = resolve_model(entries, settings)
+        models.append(model_record(model, settings, of_model["dataset"].unique().to_list()))
         requests = caption_requests(entries, model, settings, of_model, previous)
         result = fill(entries, requests, launch=launch, log=log, watch=watch)
         filled.append(result)
@@ -78,7 +80,7 @@ def caption_images(
     table = validated(ASSET, pl.concat(parts), "result of captions").sort(row_names(ASSET))
     write_sheet(recipe, table, folder=ASSET if sample is None else SAMPLES, log=log)
     report = _report(raw, pl.concat(requested), table, filled)
-    return StageResult(table, empty("rejected"), {**report, **watch.numbers()})
+    return StageResult(table, empty("rejected"), {**report, "models": models, **watch.numbers()})
 
 
 def images_to_caption(recipe: Recipe, raw: pl.DataFrame, *, log: Log) -> pl.DataFrame:

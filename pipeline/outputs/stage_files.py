@@ -54,7 +54,7 @@ _EVALUATION_ENTRIES = "tables/evaluation_entries.parquet"
 
 _MORE_TABLES = {
     "validated_dataset": ("captions",),
-    "trained_lora": ("raw_images", "validated_dataset", "aspect_buckets"),
+    "trained_lora": ("raw_images", "captions", "validated_dataset", "aspect_buckets"),
     "evaluation": ("vae_latents",),
     "sweep": ("raw_images", "validated_dataset", "aspect_buckets"),
 }

@@ -20,6 +20,7 @@ from pipeline.models.families.family import FORCES_ZEROS, LOSES_ZERO_SNR, MODULA
 from pipeline.recipe import shareable_path
 from pipeline.storage.regular_files import RefusedFileError, file_sha256, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables, read_rows
+from pipeline.trained_lora.caption_sources import caption_sources
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
     tables = Tables(recipe.output_dir)
     paths = {asset: tables.path(asset) for asset in ASSETS if asset != "trained_lora"}
     table_digests = {asset: file_sha256(path) if path.is_file() else None for asset, path in paths.items()}
+    captions = caption_sources(recipe, table)
 
     return {
         "recipe": shareable(recipe),
         "facts": facts,
         "samples": _samples_record(table),
+        **({"captions": captions} if captions else {}),
         "tables_sha256": table_digests,
         "model": {
             "base": shareable_path(recipe.model.base),

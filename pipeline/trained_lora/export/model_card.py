@@ -188,6 +188,7 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         *((f"its {role}", path) for role, path in model.get("components", {}).items()),
         *_context_rows(model),
         ("images", f"{record['samples']['number']} in training"),
+        *_caption_rows(record),
         ("steps", f"{steps_text}, {batch}"),
         *_continued_rows(record),
         *_slider_rows(recipe),
@@ -198,6 +199,20 @@ def training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str]
         *_dataset_rows(recipe),
         ("seed", str(training["seed"])),
     ]
+
+
+def _caption_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return one row for each captioning model; no other run has them."""
+    labels = {"model": "by {}", "files": "from files", "edits": "edited by a person"}
+    rows: list[tuple[str, str]] = []
+    for each in record.get("captions", ()):
+        parts = [
+            f"{each['images'][name]} {label.format(each['model'])}"
+            for name, label in labels.items()
+            if each["images"][name]
+        ]
+        rows += [(f"captions of {', '.join(each['datasets'])}", ", ".join(parts))] if parts else []
+    return rows
 
 
 def _context_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:

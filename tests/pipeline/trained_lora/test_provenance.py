@@ -84,6 +84,7 @@ def test_the_record_is_complete_and_contains_no_absolute_paths(
     assert record["recipe"]["training"]["steps"] == 6
     assert str(project.recipe.output_dir.parent) not in json.dumps(record)
     assert record == record_of(project)
+    assert "captions" not in record, "no model has captioned the samples"
 
 
 def test_H05_no_key_of_the_recipe_publishes_a_folder(
