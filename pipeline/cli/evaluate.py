@@ -64,7 +64,10 @@ def _evaluate(recipe: Recipe, request: Request) -> Report:
     """Evaluate as the asset does; the results of a prompt set are in a folder of their own."""
     from pipeline.evaluation import checks
     from pipeline.evaluation.stage import ASSET, evaluate
+    from pipeline.raw_images.shards import unpack_shards
 
+    # The job has unpacked them, but perhaps on another machine.
+    unpack_shards(recipe, log=log_to_stderr, only_new=True)
     return run_stage(
         recipe,
         ASSET,

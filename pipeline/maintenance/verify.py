@@ -20,6 +20,7 @@ from pipeline.evaluation.prepare import Request
 from pipeline.log import Log, discard
 from pipeline.processes.launch import LocalLaunch
 from pipeline.raw_images.parallel import in_threads
+from pipeline.raw_images.shards import unpack_shards
 from pipeline.reporting.reports import read_report
 from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.text_embeddings.caption_rows import with_seen_images
@@ -137,6 +138,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     still needs them.
 
     Raises:
+        DatasetError: Shards were not unpacked on this machine yet, and cannot be.
         StoreError: A file cannot be deleted, or the cache cannot be written.
         LatentlineError: As `Launch`.
     """
@@ -148,6 +150,8 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log)
     ):
         pass
 
+    # The job has unpacked them, but perhaps on another machine.
+    unpack_shards(recipe, log=log, only_new=True)
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
 

@@ -5,6 +5,7 @@ The folder of an unpacked dataset is in the scratch folder:
     files/<shard>/...       files of a tar archive, or numbered images of a Parquet file and its rows
     shards/<shard>.json     record of a completely unpacked shard: its stat, and the fingerprint of its files
     manifest.parquet        rows of all Parquet shards
+    complete.json           names of all shards, written last: without it, some of them may be missing
 
 A shard without a record, or with a record that differs from the shard or its files, is unpacked again. Its
 files appear under their name by a rename, and the record after them.
@@ -44,6 +45,8 @@ from pipeline.storage.tables import write_rows
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
 
+_COMPLETE = "complete.json"
+
 UNPACK_VERSION = 1
 """Version of the names and files of an unpacked shard. A new one unpacks all shards again."""
 
@@ -51,14 +54,15 @@ UNPACK_VERSION = 1
 def unpack_shards(recipe: Recipe, *, log: Log, only_new: bool = False) -> None:
     """Unpack the new and changed shards of the recipe's datasets, and remove the files of deleted ones.
 
-    With `only_new`, datasets that were unpacked on this machine before are not compared with their shards.
+    With `only_new`, datasets of which all shards were unpacked on this machine before are not compared with
+    their shards.
 
     Raises:
         DatasetError: Shards cannot be listed or read, or one of them must not be unpacked.
         StoreError: The disk has too little space.
     """
     for settings in recipe.datasets:
-        if settings.name in recipe.packed and not (only_new and unpacked_folder(settings).is_dir()):
+        if settings.name in recipe.packed and not (only_new and _is_complete(unpacked_folder(settings))):
             limit = recipe.checks.max_file_bytes
             _Unpacker(settings, recipe.packed[settings.name], limit, log).run()
 
@@ -83,10 +87,13 @@ class _Unpacker:
             self._remove_deleted(shards)
             missing = {name: stat for name, stat in shards.items() if not self._is_unpacked(name, stat)}
             if missing:
-                (self._folder / MANIFEST).unlink(missing_ok=True)
+                self._forget_complete()
                 self._unpack(missing)
             if self._columns and not (self._folder / MANIFEST).is_file():
                 self._write_manifest(list(shards))
+            if not _is_complete(self._folder):
+                content = {"version": UNPACK_VERSION, "shards": [_stem(name) for name in shards]}
+                write_text(self._folder / _COMPLETE, json.dumps(content))
 
     def _unpack(self, shards: Mapping[str, Stat]) -> None:
         num_bytes = sum(stat[0] for stat in shards.values())
@@ -188,9 +195,13 @@ class _Unpacker:
         stems = {_stem(name) for name in shards}
         for path in self._files.iterdir():
             if path.name not in stems:
+                self._forget_complete()
                 (self._records / f"{path.name}.json").unlink(missing_ok=True)
-                (self._folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
+
+    def _forget_complete(self) -> None:
+        for name in (_COMPLETE, MANIFEST):
+            (self._folder / name).unlink(missing_ok=True)
 
     def _write_manifest(self, names: Sequence[str]) -> None:
         tables: list[pl.DataFrame] = []
@@ -205,6 +216,18 @@ class _Unpacker:
             fix = "set datasets[].path to shards of one type"
             raise DatasetError(what, where=str(self._packed), fix=fix) from err
         write_atomically(self._folder / MANIFEST, partial(write_rows, table))
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether each shard has a record and its files; the shards, which may be remote, are not read."""
+    try:
+        content = json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))
+        return content["version"] == UNPACK_VERSION and all(
+            (folder / "shards" / f"{stem}.json").is_file() and (folder / FILES / stem).is_dir()
+            for stem in content["shards"]
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _source_of(packed: Address, max_file_bytes: int) -> LocalSource | RemoteSource:

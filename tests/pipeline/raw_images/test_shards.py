@@ -23,6 +23,7 @@ from pipeline.images.decode import hash_bytes
 from pipeline.log import discard
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.raw_images.shards import unpack_shards
+from pipeline.raw_images.unpack_process import unpack_shard
 from pipeline.raw_images.walk import require_readable
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
@@ -511,3 +512,43 @@ def test_later_stages_on_another_machine_unpack_what_is_missing_there(folder: Fo
     unpack_shards(folder.recipe, log=discard, only_new=True)
     with pytest.raises(DatasetError, match="no file matches"):
         unpack_shards(folder.recipe, log=discard)
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_I35_later_stages_unpack_the_shards_that_an_interrupted_unpacking_left(
+    folder: Folder, data: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "tar":
+        tar(folder)
+        shards = {f"{key}.tar": tar_bytes(samples(key)) for key in "abc"}
+    else:
+        parquet(folder)
+        shards = {f"{key}.parquet": parquet_bytes([hub_row(key)]) for key in "abc"}
+    for name, content in shards.items():
+        put(data, name, content)
+    num_unpacked = 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_unpacked
+        if num_unpacked == 2:
+            raise KeyboardInterrupt
+        num_unpacked += 1
+        unpack_shard(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.raw_images.shards.unpack_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            unpack_shards(folder.recipe, log=discard, only_new=True)
+    log: list[str] = []
+    unpack_shards(folder.recipe, log=log.append, only_new=True)
+    assert ["unpacking 1 shard" in line for line in log] == [True]
+    files = unpacked(folder.recipe) / "files"
+    assert sorted(each.name for each in files.iterdir()) == ["a", "b", "c"]
+
+    # The files of one shard that somebody deleted.
+    shutil.rmtree(files / "b")
+    log.clear()
+    unpack_shards(folder.recipe, log=log.append, only_new=True)
+    assert ["unpacking 1 shard" in line for line in log] == [True]
+    unpack_shards(folder.recipe, log=log.append, only_new=True)
+    assert len(log) == 1
