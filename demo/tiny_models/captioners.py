@@ -1,4 +1,4 @@
-"""Tiny captioning models with random weights for transformers: Idefics3, BLIP, BLIP-2, Qwen-VL."""
+"""Tiny captioning models with random weights: Idefics3, SmolVLM, BLIP, BLIP-2, Florence-2, Qwen-VL."""
 
 from __future__ import annotations
 
@@ -39,10 +39,19 @@ def _template(image: str) -> str:
 
 def write_idefics3(folder: Path, *, seed: int = 0) -> None:
     """Write a model that captions in a chat, with a processor that reads no videos."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+    _write_idefics(folder, "Idefics3", seed)
+
+
+def write_smolvlm(folder: Path, *, seed: int = 0) -> None:
+    """Write a model with a processor that needs the package num2words."""
+    _write_idefics(folder, "SmolVLM", seed)
+
+
+def _write_idefics(folder: Path, kind: str, seed: int) -> None:
+    import transformers
 
     ids = _write_tokenizer(folder, _IDEFICS3_MARKS, _template(_IMAGE))
-    config: Any = Idefics3Config(
+    config: Any = getattr(transformers, f"{kind}Config")(
         text_config={
             "model_type": "llama",
             **_text_sizes(ids),
@@ -51,17 +60,17 @@ def write_idefics3(folder: Path, *, seed: int = 0) -> None:
         },
         vision_config=_VISION,
         image_token_id=ids[_IMAGE],
-        pad_token_id=ids[_PAD],  # pyright: ignore[reportCallIssue] - of the base class
+        pad_token_id=ids[_PAD],
         scale_factor=2,
     )
-    _write_model(folder, Idefics3ForConditionalGeneration, config, ids, seed)
+    _write_model(folder, getattr(transformers, f"{kind}ForConditionalGeneration"), config, ids, seed)
     image_processor = {
-        "image_processor_type": "Idefics3ImageProcessor",
+        "image_processor_type": f"{kind}ImageProcessor",
         "do_image_splitting": False,
         "size": {"longest_edge": 28},
         "max_image_size": {"longest_edge": 28},
     }
-    _write_processor(folder, "Idefics3Processor", image_processor, image_seq_len=1)
+    _write_processor(folder, f"{kind}Processor", image_processor, image_seq_len=1)
 
 
 def write_blip(folder: Path, *, seed: int = 0) -> None:
@@ -107,6 +116,50 @@ def write_blip2(folder: Path, *, seed: int = 0) -> None:
     _write_processor(folder, "Blip2Processor", image_processor, num_query_tokens=4)
 
 
+def write_florence2(folder: Path, *, seed: int = 0) -> None:
+    """Write a model of which an encoder reads the prompt, and a decoder writes the caption."""
+    from transformers import Florence2Config, Florence2ForConditionalGeneration
+
+    ids = _write_tokenizer(
+        folder, _MARKS, None, bos_token=_START, extra_special_tokens={"image_token": _IMAGE}
+    )
+    config: Any = Florence2Config(
+        vision_config={
+            "depths": (1, 1, 1, 1),
+            "embed_dim": (8, 8, 16, 16),
+            "num_heads": (1, 1, 2, 2),
+            "num_groups": (1, 1, 2, 2),
+            "window_size": 4,
+            "projection_dim": 32,
+        },
+        text_config={
+            "model_type": "bart",
+            "vocab_size": len(ids),
+            "d_model": 32,
+            **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+            **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
+            "max_position_embeddings": 512,
+            "bos_token_id": ids[_START],
+            "eos_token_id": ids[_END],
+            "pad_token_id": ids[_PAD],
+            "decoder_start_token_id": ids[_END],
+            "forced_eos_token_id": None,
+        },
+        image_token_id=ids[_IMAGE],
+    )
+    _write_model(folder, Florence2ForConditionalGeneration, config, ids, seed)
+    # One token for each square of 32 pixels, and one for their mean.
+    edges = {"height": 64, "width": 64}
+    image_processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": edges,
+        "crop_size": edges,
+        "image_seq_length": 5,
+    }
+    _write_processor(folder, "Florence2Processor", image_processor)
+
+
 def write_qwen2_5_vl(folder: Path, *, seed: int = 0) -> None:
     """Write a model that gets one token for each four patches of an image."""
     _write_qwen(folder, qwen2_5_vl, "Qwen2_5_VLProcessor", patch_size=14, seed=seed)
@@ -142,7 +195,12 @@ def _write_qwen(folder: Path, make: Callable[[], Any], kind: str, *, patch_size:
 
 
 def _write_tokenizer(
-    folder: Path, marks: Sequence[str], template: str | None, *, around: tuple[str, str] | None = None
+    folder: Path,
+    marks: Sequence[str],
+    template: str | None,
+    *,
+    around: tuple[str, str] | None = None,
+    **settings: Any,
 ) -> dict[str, int]:
     """Write a tokenizer, and return its ids; `around` are the tokens at the start and the end of a text."""
     from tokenizers.processors import TemplateProcessing
@@ -161,6 +219,7 @@ def _write_tokenizer(
         "eos_token": _END,
         "pad_token": _PAD,
         "model_max_length": 4096,
+        **settings,
     }
     write_json(folder / "tokenizer_config.json", config)
     return vocabulary(marks)[0]

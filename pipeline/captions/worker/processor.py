@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any, TypeAlias
 
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from pipeline.captions.examples import example_pixels
 from pipeline.errors import ModelError
+from pipeline.models.missing_package import install_command
 
 Example: TypeAlias = tuple[Image.Image | None, str]
 """An image, or None, and the caption that it should have."""
@@ -94,8 +96,8 @@ def explained(folder: Path) -> Generator[None]:
         raise ModelError(
             f"the captioning model cannot be loaded: {str(err).strip().splitlines()[0]}",
             where=str(folder),
-            fix="set captions.model to a model that AutoModelForImageTextToText of transformers loads, or "
-            "install the package that the message names",
+            fix=install_command(err)
+            or "set captions.model to a model that AutoModelForImageTextToText of transformers loads",
         ) from err
 
 
@@ -115,14 +117,28 @@ def _load_processor(folder: Path) -> Any:
         kind: Any = PROCESSOR_MAPPING.get(type(config), None)
         if kind is None or "video_processor" not in kind.get_attributes():
             raise
-        return _for_images(kind).from_pretrained(folder, **options)
+        return _load_for_images(kind, folder, options)
+
+
+def _load_for_images(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:
+    # `from_pretrained` of a class with another signature would drop the settings that `kind` accepts.
+    stored, _ = kind.get_processor_dict(folder, **LOCAL)
+    accepted = inspect.signature(kind).parameters.keys() - {*kind.get_attributes()}
+    return _for_images(kind)(
+        AutoImageProcessor.from_pretrained(folder, **options),
+        AutoTokenizer.from_pretrained(folder, **LOCAL),
+        **{name: value for name, value in stored.items() if name in accepted},
+    )
 
 
 def _for_images(kind: type[Any]) -> type[Any]:
-    """Return a processor class that loads and uses everything of `kind` but its processor of videos."""
+    """Return a processor class that uses everything of `kind` but its processor of videos."""
 
     class ForImages(kind):
-        # transformers loads the parts that this signature names.
+        # An override of SmolVLM reads settings of the processor of videos.
+        apply_chat_template = ProcessorMixin.apply_chat_template
+
+        # transformers requires the parts that this signature names.
         def __init__(self, image_processor: Any, tokenizer: Any, **settings: Any) -> None:
             super().__init__(
                 image_processor=image_processor, tokenizer=tokenizer, video_processor=None, **settings

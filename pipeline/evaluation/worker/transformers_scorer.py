@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenize
 
 from pipeline.errors import EvaluationError
 from pipeline.evaluation.scorers import READS_TEXTS, Features
+from pipeline.models.missing_package import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -92,8 +93,7 @@ def _explained(name: str, folder: str) -> Generator[None]:
         raise EvaluationError(
             f"the scorer {name} cannot be loaded: {str(err).strip().splitlines()[0]}",
             where=folder,
-            fix="set weights to a model of this kind in the format of transformers, or install the package "
-            "that the message names",
+            fix=install_command(err) or "set weights to a model of this kind in the format of transformers",
         ) from err
 
 

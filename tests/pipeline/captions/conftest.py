@@ -12,9 +12,11 @@ from PIL import Image
 from demo.tiny_models.captioners import (
     write_blip,
     write_blip2,
+    write_florence2,
     write_idefics3,
     write_qwen2_5_vl,
     write_qwen3_vl,
+    write_smolvlm,
 )
 from demo.tiny_models.tagger import write_tagger
 from pipeline.captions.stage import ASSET, caption_images
@@ -27,6 +29,8 @@ WRITERS = {
     "idefics3": write_idefics3,
     "blip": write_blip,
     "blip2": write_blip2,
+    "florence2": write_florence2,
+    "smolvlm": write_smolvlm,
     "qwen2_5_vl": write_qwen2_5_vl,
     "qwen3_vl": write_qwen3_vl,
     "tagger": write_tagger,

@@ -81,7 +81,7 @@ def assert_batches_equal_singles(model: Captioner) -> str:
     return singles[0][0]
 
 
-@pytest.mark.parametrize("name", ["idefics3", "blip", "blip2"])
+@pytest.mark.parametrize("name", ["idefics3", "blip", "blip2", "florence2"])
 def test_a_caption_is_the_text_of_the_pipeline_and_batches_equal_singles(
     captioner: Callable[[str], Path], name: str
 ) -> None:
@@ -161,3 +161,24 @@ def test_a_model_of_another_kind_is_refused_with_its_folder(tmp_path: Path) -> N
     with pytest.raises(ModelError, match="the captioning model cannot be loaded") as caught:
         Captioner(tmp_path, "float32", "cpu")
     assert str(tmp_path) in caught.value.where
+
+
+NUM2WORDS = "transformers.models.smolvlm.processing_smolvlm.num2words"
+"""The function of the package num2words, or None without it; it writes numbers of frames of videos."""
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    captioner: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NUM2WORDS, None)
+    with pytest.raises(ModelError, match="Package `num2words` is required") as caught:
+        Captioner(captioner("smolvlm"), "float32", "cpu")
+    assert caught.value.fix == "pip install num2words"
+
+
+def test_smolvlm_captions_like_idefics3_with_the_same_weights_without_torchvision(
+    captioner: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NUM2WORDS, str)
+    text = assert_batches_equal_singles(Captioner(captioner("smolvlm"), "float32", "cpu"))
+    assert text == by_pipeline(captioner("idefics3"), picture(0), backend="pil")

@@ -49,7 +49,7 @@ def stored_bytes(model: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", ["idefics3", "blip2", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["idefics3", "blip2", "florence2", "qwen2_5_vl", "qwen3_vl"])
 def test_passes_of_each_class_are_forecast_without_weights(
     without_weights: Callable[[str], Path], name: str
 ) -> None:
