@@ -171,21 +171,25 @@ class Rig:
         return RecordedEncoding(launch.encoding, launch.jobs)
 
     def training_job(self, **training: Any) -> TrainingJob:
-        """Return a training job. An incomplete cache is filled in this process first."""
+        """Return a training job, with prompts if it draws previews.
+
+        An incomplete cache is filled in this process first.
+        """
         from pipeline.trained_lora.inputs import training_inputs
         from pipeline.trained_lora.job import TrainingJob
+        from pipeline.trained_lora.prompts import preview_prompts
 
         if not self.project.tables.path("text_embeddings").exists():
             self.prepare()
             self._keep("vae_latents", cache_latents, "aspect_buckets", _RecordingLaunch())
             self._keep("text_embeddings", cache_text, "validated_dataset", _RecordingLaunch())
         tables, entries = self.project.tables, RecipeEntries(self.recipe)
-        inputs = training_inputs(
-            self.recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings")
-        )
+        latents = tables.read("vae_latents")
+        inputs = training_inputs(self.recipe, entries, latents, tables.read("text_embeddings"))
         settings = TrainingSettings.model_validate({**self.recipe.training.model_dump(), **training})
         recipe = self.recipe.model_copy(update={"training": settings})
-        return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
+        prompts = preview_prompts(recipe, entries, inputs, latents)
+        return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts)
 
     def _keep(self, asset: str, stage: _CacheStage, source: str, launch: Launch) -> None:
         tables = self.project.tables

@@ -1,6 +1,6 @@
 """Tests on a real GPU, with tiny models. They need torch, diffusers and the pipeline, but not Dagster.
 
-Only `test_training.py` runs the stages, which write tables and therefore need Pandera.
+Some files run the stages, which write tables and therefore need Pandera; without it, they are skipped.
 
 On a machine without the test suite's other packages, run them alone:
 

@@ -11,16 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 pytest.importorskip("pandera", reason="needs Pandera for the tables of the stages")
 
-from bench.gpu.models import MODELS
-from bench.gpu.rig import TINY, Bench, Rig, Silent
+from bench.gpu.rig import Rig, Silent
 from bench.gpu.training import one_accelerator
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
@@ -35,6 +32,7 @@ from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import train
 from pipeline.trained_lora.worker.stop_request import StopRequest
+from tests.gpu.tiny_rigs import tiny_rigs
 from tests.pipeline.trained_lora.worker.fp16 import with_loss_scaling
 from tests.tensor_differences import differing_tensors
 
@@ -42,21 +40,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
-NUM_IMAGES = 4
-
 
 @pytest.fixture(scope="session")
 def make_rig(device: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rig]:
     """Return a function that returns a tiny model with a recipe and a cache, by the model's name."""
-    bench = Bench(tmp_path_factory.mktemp("gpu"), device, replace(TINY, images=NUM_IMAGES, steps=4))
-    photos = bench.folder / "photos"
-    photos.mkdir()
-    random = np.random.default_rng(0)
-    for number in range(NUM_IMAGES):
-        pixels = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(photos / f"{number}.png")
-        (photos / f"{number}.txt").write_text(f"picture {number}\n", encoding="utf-8")
-    return lambda name: bench.rig(next(model for model in MODELS if model.name == name), "cached")
+    return tiny_rigs(tmp_path_factory.mktemp("gpu"), device)
 
 
 @pytest.fixture
