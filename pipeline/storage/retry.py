@@ -114,7 +114,8 @@ def _http_status(err: BaseException) -> int | None:
         metadata: Any = response.get("ResponseMetadata", {})
         return metadata.get("HTTPStatusCode")
 
-    # aiohttp, gcsfs and Azure store it in the error, httpx in the response.
-    statuses = [getattr(err, name, None) for name in ("status", "status_code", "code")]
-    statuses.append(getattr(response, "status_code", None))
+    # aiohttp, gcsfs and Azure store it in the error, httpx in the response. One after the other, because
+    # aiohttp warns of its `code`.
+    places = ((err, "status"), (err, "status_code"), (err, "code"), (response, "status_code"))
+    statuses = (getattr(place, name, None) for place, name in places)
     return next((status for status in statuses if isinstance(status, int)), None)
