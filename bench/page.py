@@ -56,12 +56,6 @@ _NO_GPU = (
 )
 
 WHY = {
-    "command: cold caches": "Validation decodes the 200 photographs once before they are encoded, which "
-    "takes 5 s. Latents and captions have a process each, which imports torch, transformers and diffusers; "
-    "with 60 photographs, these imports are half of the CPU time. Dagster loads, evaluates checks and writes "
-    "events.",
-    "command: first step": "Dagster loads first, the 5,000 images and their entries are compared with the "
-    "last run, and the model is tried and exported once before the first step.",
     "training step": "Both sides ran with OMP_WAIT_POLICY=PASSIVE, which slows the bare loop. With libgomp's "
     "default for the bare loop, the ratio was 1.07 at commit 2f07479d (four rounds, 0.92 to 1.12), and 1.08 "
     "with GOMP_SPINCOUNT=300000 for both (1.02 to 1.11).",
