@@ -124,7 +124,7 @@ def test_files_hold_the_trained_lora_alone_and_pictures_show_both(
     assert record["model"]["context_lora"] == {"name": "style.safetensors", **facts}
     card = (project.recipe.output_dir / "lora" / "README.md").read_text()
     assert "trained together with" in card
-    assert "safetensors at strength 0.5, not in this file" in card
+    assert "`style.safetensors` at strength 0.5, not in this file" in card
 
     # A picture with another context would show neither what was trained nor what the recipe states.
     save_file({key: 2 * each for key, each in load_file(context_file).items()}, context_file)
