@@ -40,14 +40,26 @@ def resolve_training_adapter(recipe: Recipe, *, log: Log = discard) -> Path | No
         ModelError: The file is missing, or cannot be downloaded.
     """
     value = recipe.model.training_adapter
+    local = local_training_adapter(recipe)
+    if value is None or local is not None:
+        return local
+    where = f"{recipe.source}, {ADAPTER_KEY}"
+    return _downloaded(*_hub_file(value, where), where, log)
+
+
+def local_training_adapter(recipe: Recipe) -> Path | None:
+    """Return `resolve_training_adapter` if the file is on this machine, otherwise None, without a download.
+
+    Raises:
+        ModelError: The recipe names neither a file nor a file of the Hub.
+    """
+    value = recipe.model.training_adapter
     if value is None:
         return None
     if (local := in_project(value)).is_file():
         return local
-
     where = f"{recipe.source}, {ADAPTER_KEY}"
-    name, file = _hub_file(value, where)
-    return _cached(name, file, where) or _downloaded(name, file, where, log)
+    return _cached(*_hub_file(value, where), where)
 
 
 def check_training_adapter(recipe: Recipe) -> None:

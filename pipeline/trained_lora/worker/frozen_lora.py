@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,6 +124,13 @@ def lora_keys(path: Path, refused: Refusal) -> list[str]:
             return sorted(keys)
     except (OSError, SafetensorError) as err:
         raise refused(path, f"it cannot be read: {err}") from err
+
+
+def num_values(path: Path, refused: Refusal) -> int:
+    """Return the number of weights in a LoRA file; the error of a file that cannot be read is `refused`'s."""
+    keys = lora_keys(path, refused)
+    with safe_open(path, framework="pt") as file:
+        return sum(prod(file.get_slice(key).get_shape()) for key in keys)
 
 
 def _is_other(key: str) -> bool:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.images.geometry import Size
+from pipeline.models.training_adapter import local_training_adapter
 from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_blocks, streamed_names
 from pipeline.side_inputs.references import reference_geometry
+from pipeline.trained_lora.context_file import refused_context
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
+from pipeline.trained_lora.worker.frozen_lora import num_values
 from pipeline.trained_lora.worker.loss import sample_losses
 from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules, Packing, compute_positions_on_cpu
 from pipeline.trained_lora.worker.memory.live_memory import LiveMemory
@@ -25,6 +28,7 @@ from pipeline.trained_lora.worker.memory.skeletons import num_bytes, skeleton, t
 from pipeline.trained_lora.worker.memory.trained_text import text_loss, trained_skeletons
 from pipeline.trained_lora.worker.nf4 import layers_outside_blocks
 from pipeline.trained_lora.worker.optimizers import make_optimizer
+from pipeline.trained_lora.worker.training_adapter import refused_adapter
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -91,7 +95,7 @@ class TrainingMemory:
     """Bytes of a training, by purpose.
 
     Attributes:
-        base: Frozen base weights on the GPU, packed if the recipe packs them.
+        base: Frozen base weights on the GPU, packed if the recipe packs them, and frozen LoRAs.
         trained: Adapter weights, their gradients, the optimizer's state, and moving averages.
         step: Peak of everything that a step creates and frees.
         host: Base weights that the host holds while they are loaded, and streamed ones.
@@ -161,11 +165,25 @@ class TrainingForecast:
             on_device = _sharded_bytes(denoiser, base, self._recipe.accelerate.num_processes)
         text = self._text(variant.dtype)
         return TrainingMemory(
-            base=on_device + sum(map(_frozen_bytes, text)),
+            base=on_device + sum(map(_frozen_bytes, text)) + self._frozen_adapter_bytes(variant.dtype),
             trained=sum(map(self._trained_bytes, [denoiser, *text])),
             step=self._step(variant, largest=largest),
             host=host,
         )
+
+    def _frozen_adapter_bytes(self, dtype: str) -> int:
+        """Return the bytes of the context LoRA and of the training adapter, if their files are here."""
+        return self._num_frozen_values * getattr(torch, dtype).itemsize
+
+    @cached_property
+    def _num_frozen_values(self) -> int:
+        # Alphas, and tensors of networks that are not used, are so few that they may count.
+        context, adapter = self._recipe.model.context_lora, local_training_adapter(self._recipe)
+        number = 0 if adapter is None else num_values(adapter, refused_adapter)
+        # A missing file is an error of the job, which names it.
+        if context is not None and context.path.is_file():
+            number += num_values(context.path, refused_context)
+        return number
 
     def _step(self, variant: Variant, *, largest: int) -> int:
         """Return the peak bytes of a step's tensors; `largest` are the bytes of the largest packed weight."""
