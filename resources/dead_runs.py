@@ -1,4 +1,4 @@
-"""End the runs of this machine that died without reporting it (FAILURES O08).
+"""End the runs of this machine that died without reporting it (docs/failures.md, O08).
 
 Dagster notices the death of a process only while the code server that started it lives. All other dead runs
 would stay "started", hold their place in the pool, and keep sensor and schedule from starting a run.
@@ -18,7 +18,14 @@ from dagster import (
     RunsFilter,
 )
 
-from resources.run_worker import MACHINE_TAG, has_machine
+from resources.run_worker import (
+    MACHINE_TAG,
+    PID_NAMESPACE_TAG,
+    has_machine,
+    is_locked,
+    pid_namespace,
+    run_lock,
+)
 
 # The system counts the start of a process in ticks.
 CLOCK_TOLERANCE_S = 2.0
@@ -57,17 +64,27 @@ def end_dead_runs(instance: DagsterInstance) -> list[str]:
                 run, f"The run has failed: its process {pid} ended without reporting it."
             )
         instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+        run_lock(instance, run.run_id).unlink(missing_ok=True)
         ended.append(run.run_id)
     return ended
 
 
 def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
-    """Return the id of the process that last executed `run`; None if it lives."""
+    """Return the id of the process that last executed `run`; None if it lives, or cannot be judged."""
+    locked = is_locked(instance, run.run_id)
+    if locked:
+        return None
+    # Without a lock, only the process id is left, which means something else in another container.
+    namespace = pid_namespace()
+    if locked is None and run.tags.get(PID_NAMESPACE_TAG, namespace) != namespace:
+        return None
+
     # Undocumented: no public call returns the events of one run.
     events = instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
     for event in reversed(events):
         if (pid := _process_id(event)) is not None:
-            return None if _lived_at(pid, event.timestamp) else pid
+            is_dead = locked is False or not _lived_at(pid, event.timestamp)
+            return pid if is_dead else None
     return None
 
 

@@ -20,7 +20,7 @@ from resources.blocked_executor import end_waits_at_signals
 from resources.open_databases import open_databases
 from resources.problems import INTERRUPTIONS
 from resources.run_summary import print_summary
-from resources.run_worker import end_with_code_server, record_machine
+from resources.run_worker import end_with_code_server, lock_run, record_machine
 from resources.step_names import step_asset
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class _SummarizedExecutor(Executor):
 
         # At the start, because the first step may have to wait for its pool.
         if self._name != KUBERNETES_EXECUTOR:
+            lock_run(instance, run_id)  # before the tags, by which others find the run
             record_machine(instance, run_id)
             end_with_code_server()
 

@@ -19,6 +19,7 @@ UNDOCUMENTED = {
     DagsterInstance: (
         *("add_run_tags", "all_logs", "get_records_for_run", "get_run_step_stats"),
         *("report_run_failed", "report_run_canceling", "event_log_storage", "run_launcher"),
+        "root_directory",
     ),
     ExecutorDefinition: ("get_requirements",),
     Executor: ("retries", "step_dependency_config"),

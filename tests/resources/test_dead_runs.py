@@ -26,8 +26,9 @@ from assets.automation import dead_runs_sensor
 from assets.location import Location
 from resources import dead_runs
 from resources.dead_runs import end_dead_runs
-from resources.run_worker import MACHINE_RUN_TAG, MACHINE_TAG
-from tests.e2e.daemon import make_home
+from resources.run_worker import MACHINE_RUN_TAG, MACHINE_TAG, PID_NAMESPACE_TAG
+from tests.e2e.daemon import ROOT, make_home
+from tests.pipeline.namespaces import namespace
 
 
 @op
@@ -154,6 +155,62 @@ def test_a_process_may_seem_to_start_two_seconds_after_its_first_event(
     run = started_run(instance, os.getpid())
     monkeypatch.undo()
     assert is_ended(instance, run) is ended
+
+
+RUN = """
+import os, sys
+from dagster import DagsterInstance
+from dagster._core.events import EngineEventData
+from resources.run_worker import lock_run, record_machine
+
+with DagsterInstance.from_config(sys.argv[1]) as instance:
+    run = instance.get_run_by_id(sys.argv[2])
+    lock_run(instance, run.run_id)
+    record_machine(instance, run.run_id)
+    instance.report_engine_event("Started process", run, EngineEventData.in_process(os.getpid()))
+    print("started", flush=True)
+    sys.stdin.read()
+"""
+"""The process of a run, until its input ends."""
+
+JUDGE = """
+import sys
+from dagster import DagsterInstance
+from resources.dead_runs import end_dead_runs
+
+with DagsterInstance.from_config(sys.argv[1]) as instance:
+    print(*end_dead_runs(instance))
+"""
+
+
+def test_O11_a_container_with_the_same_host_name_ends_a_run_only_if_its_process_has_died(
+    instance: DagsterInstance,
+) -> None:
+    container = namespace("--pid", "--fork", "--mount-proc", "--kill-child")
+    home, run = instance.root_directory, instance.create_run_for_job(empty)
+    instance.report_dagster_event(start_event(), run.run_id)
+
+    def judged(*start: str) -> str:
+        judge = [*start, sys.executable, "-c", JUDGE, home]
+        return subprocess.run(judge, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    command = [sys.executable, "-c", RUN, home, run.run_id]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        assert run.run_id not in judged(*container)
+        process.kill()
+        process.wait()
+        assert judged(*container) == run.run_id, "a new container ends the runs of the one that it replaces"
+    assert status(instance, run) == DagsterRunStatus.FAILURE
+
+
+def test_O11_a_run_without_a_lock_is_judged_only_where_its_process_id_means_something(
+    instance: DagsterInstance,
+) -> None:
+    run = started_run(instance, dead_process())
+    instance.add_run_tags(run.run_id, {PID_NAMESPACE_TAG: "another boot pid:[1]"})
+    assert not is_ended(instance, run)
 
 
 def test_the_runs_of_another_kind_of_run_launcher_live() -> None:
