@@ -159,7 +159,8 @@ def apply(sources: Path, spec: FamilySpec, mutations: Iterable[Mutation]) -> Non
 
     for folder, code in (("families", declared), ("worker/families", torch_side)):
         file = Path("pipeline/models") / folder / f"{module}.py"
-        original = (project_root() / file).read_text(encoding="utf-8")
+        path = project_root() / file
+        original = path.read_text(encoding="utf-8") if path.exists() else ""
         (sources / file).write_text(original + code, encoding="utf-8")
 
 
