@@ -15,7 +15,7 @@ from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.lora_keys import Layer, LoraKeys, underscored
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
-from pipeline.models.families.parts.vae import QwenImageLatents
+from pipeline.models.families.parts.vae import QwenImageLatents, frame_patch
 
 _ENDS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"}
 
@@ -90,17 +90,6 @@ def _original_path(model: ModelFolder, module: str) -> str:
     )
 
 
-def _patch(model: ModelFolder) -> int:
-    frames, height, width = model.config("transformer")["patch_size"]
-    if frames != 1 or height != width:
-        raise FamilyError(
-            f"patch_size must be 1 frame and a square, got {[frames, height, width]}",
-            where=str(model.config_file("transformer")),
-            fix="use a model that was trained for images",
-        )
-    return int(height)
-
-
 ANIMA = FamilySpec(
     name="Anima",
     pipeline_classes=("AnimaModularPipeline",),
@@ -113,7 +102,7 @@ ANIMA = FamilySpec(
         "transformer": "pipeline.models.worker.families.anima.ImageCosmosTransformer",
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     },
-    latents=QwenImageLatents("autoencoder-kl-qwen-image normalised, 1", patch=_patch),
+    latents=QwenImageLatents("autoencoder-kl-qwen-image normalised, 1", patch=frame_patch),
     text=AnimaText("qwen3 and t5 tokens in anima's conditioner, 1", "families.anima:AnimaConditioner"),
     noise=FlowNoise(),
     denoiser_call="families.anima:AnimaCall",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
-from pipeline.models.families.parts.text import LanguageModelText, Shapes
+from pipeline.models.families.parts.text import WITH_FTFY, LanguageModelText, Shapes
 from pipeline.models.families.parts.vae import LatentSpec
 
 TOKENS = 512
@@ -54,9 +53,8 @@ KANDINSKY5 = FamilySpec(
         max_patches=lambda model: _POSITIONS,
         uses_shift=False,
     ),
-    # diffusers cleans prompts with ftfy if it is installed, which changes the embeddings.
     text=QwenAndClipText(
-        "qwen2.5-vl template unpadded and clip pooled, 1" + (", ftfy" if find_spec("ftfy") else ""),
+        "qwen2.5-vl template unpadded and clip pooled, 1" + WITH_FTFY,
         "families.kandinsky5:QwenAndClipConditioner",
         tokens=TOKENS,
         template_tokens=TEMPLATE_TOKENS,

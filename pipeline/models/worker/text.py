@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.models.diffusers_folder import is_tokenizer
@@ -191,16 +192,23 @@ class TextConditioner(ABC):
 
         If padding is masked, embeddings are padded with zeros to the batch's longest, `text_mask` (B, T)
         is 1 at tokens, and `text_lengths` holds the number of tokens of each sample as Python integers.
+        If padding is zeros, they follow the tokens up to `max_length`.
         """
-        names = list(texts[0])
-        masked = self.family.spec.text.padding == "masked"
+        padding = self.family.spec.text.padding
         stacked: dict[str, Any] = {
             name: torch.stack([text[name] for text in texts])
-            for name in names
-            if not (masked and name == "text_embedding")
+            for name in texts[0]
+            if padding == "stored" or name != "text_embedding"
         }
-        if masked:
-            embeddings = [text["text_embedding"] for text in texts]
+        if padding == "stored":
+            return stacked
+
+        embeddings = [text["text_embedding"] for text in texts]
+        if padding == "zeros":
+            length = self.family.max_length()
+            padded = [pad(each, (0, 0, 0, length - len(each))) for each in embeddings]
+            stacked["text_embedding"] = torch.stack(padded)
+        else:
             tokens = [embedding.new_ones(len(embedding)) for embedding in embeddings]
             stacked["text_embedding"] = pad_sequence(embeddings, batch_first=True)
             stacked["text_mask"] = pad_sequence(tokens, batch_first=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar, Literal, TypeAlias
 
 from pipeline.errors import ModelError
@@ -16,6 +17,9 @@ from pipeline.models.families.parts.lora_keys import ClipLora
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shapes of one sample's tensors, by tensor name."""
+
+WITH_FTFY = ", ftfy" if find_spec("ftfy") else ""
+"""End of `TextSpec.method` where the pipeline cleans prompts: with ftfy, if it is installed."""
 
 TextPadding = Literal["stored", "zeros", "masked"]
 """The denoiser's view of padding:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.errors import BucketError
+from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size, latent_size
 from pipeline.models.diffusers_folder import ModelFolder
 
@@ -19,6 +19,22 @@ from pipeline.models.diffusers_folder import ModelFolder
 def configured_patch(model: ModelFolder) -> int:
     """Return `patch_size` of the transformer's configuration, 1 if there is none."""
     return int(model.config("transformer").get("patch_size") or 1)
+
+
+def frame_patch(model: ModelFolder) -> int:
+    """Return the edge of a patch of one frame, from a video transformer's `patch_size`.
+
+    Raises:
+        FamilyError: A patch has several frames, or is no square.
+    """
+    frames, height, width = model.config("transformer")["patch_size"]
+    if frames != 1 or height != width:
+        raise FamilyError(
+            f"patch_size must be 1 frame and a square, got {[frames, height, width]}",
+            where=str(model.config_file("transformer")),
+            fix="use a model that was trained for images",
+        )
+    return int(height)
 
 
 @dataclass(frozen=True)

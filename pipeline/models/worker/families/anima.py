@@ -9,7 +9,6 @@ import torch
 from diffusers import AnimaAutoBlocks, ClassifierFreeGuidance, CosmosTransformer3DModel
 from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.inference import PipelineDrawing
@@ -67,13 +66,6 @@ class AnimaConditioner(TextConditioner):
         )
         # Zeros follow the caption's own tokens.
         return {"text_embedding": embedding[:, : encoded["t5_input_ids"].shape[1]]}
-
-    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-        length = self.family.max_length()
-        embeddings = [text["text_embedding"] for text in texts]
-        return {
-            "text_embedding": torch.stack([pad(each, (0, 0, 0, length - len(each))) for each in embeddings])
-        }
 
     def inputs_of_pass(self, role: str, num_tokens: int) -> dict[str, Any]:
         if role != "text_conditioner":
