@@ -174,6 +174,16 @@ PUBLISHED = (
         {"vae": _SDXL_VAE, "text_encoder": text.CHATGLM3_6B, "unet": _KOLORS_UNET},
     ),
     Published(
+        "Wan 2.1 1.3B",
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "WanPipeline",
+        {
+            "text_encoder": text.UMT5_XXL,
+            # huggingface/diffusers, scripts/convert_wan_to_diffusers.py, "Wan-T2V-1.3B".
+            "transformer": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+        },
+    ),
+    Published(
         "Sana 1.5 1.6B",
         "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
         "SanaPipeline",

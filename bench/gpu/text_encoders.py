@@ -33,6 +33,17 @@ PILE_T5_XL: Config = {
     "num_heads": 32,
 }
 
+# google/umt5-xxl, config.json, as musubi-tuner's `umt5_xxl` and the encoder of Wan 2.1 quote it.
+UMT5_XXL: Config = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+
 # Qwen/Qwen3-4B, as quoted from Z-Image's text_encoder/config.json by several loaders of Z-Image.
 QWEN3_4B: Config = {
     "vocab_size": 151936,

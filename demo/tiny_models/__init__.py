@@ -30,6 +30,7 @@ from demo.tiny_models.sana import make_tiny_sana
 from demo.tiny_models.sd import make_tiny
 from demo.tiny_models.sd3 import make_tiny_sd3
 from demo.tiny_models.sdxl import make_tiny_sdxl
+from demo.tiny_models.wan import make_tiny_wan
 from demo.tiny_models.z_image import make_tiny_z_image
 
 TINY: dict[str, Callable[[Path], None]] = {
@@ -62,6 +63,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Kandinsky 5 (image)": make_tiny_kandinsky5,
     "Bria FIBO": make_tiny_bria_fibo,
     "Bria FIBO 2": make_tiny_bria_fibo2,
+    "Wan 2.1 (image)": make_tiny_wan,
 }
 """Functions that write a tiny model into a folder, by kind of model; at least one for each family."""
 
@@ -91,5 +93,6 @@ __all__ = [
     "make_tiny_sana",
     "make_tiny_sd3",
     "make_tiny_sdxl",
+    "make_tiny_wan",
     "make_tiny_z_image",
 ]

@@ -170,12 +170,12 @@ def gemma2(*, width: int = 32) -> Any:
     return Gemma2Model(Gemma2Config(**sizes))
 
 
-def umt5(*, width: int = 32) -> Any:
-    """Return a `UMT5EncoderModel` for `write_llama_tokenizer`'s tokens."""
+def umt5(*, width: int = 32, num_tokens: int | None = None) -> Any:
+    """Return a `UMT5EncoderModel` for so many tokens, by default for `write_llama_tokenizer`'s."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     sizes: dict[str, Any] = {
-        "vocab_size": len(_spelled(LLAMA_MARKS)[0]),
+        "vocab_size": num_tokens or len(_spelled(LLAMA_MARKS)[0]),
         "d_model": width,
         "d_kv": 8,
         "d_ff": 2 * width,

@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "Qwen-Image-Edit": {"image": Image.new("RGB", (64, 64))},
     "Qwen-Image-Edit (first)": {"image": Image.new("RGB", (64, 64))},
     "Ideogram 4": {"guidance_schedule": (7.0,)},
+    "Wan 2.1 (image)": {"num_frames": 1, "output_type": "pil"},
 }
 """Arguments that a pipeline requires for one step at 64x64 pixels, besides the usual ones."""
 

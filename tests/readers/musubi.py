@@ -6,13 +6,15 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from pipeline.trained_lora.export.lora_files import Layout
 from tests.pipeline.models.convert.state_dicts import State, weights
-from tests.pipeline.models.convert.transformer_originals import flux, ideogram4, krea2
+from tests.pipeline.models.convert.transformer_originals import flux, ideogram4, krea2, wan
 from tests.readers.exported import Exported
 from tests.readers.kohya_networks import Tensors, on_meta, reading, set_sizes
 from tests.readers.readings import Place, Reading, places
@@ -68,6 +70,20 @@ def _kandinsky5() -> nn.Module:
     return _code("kandinsky5.models.dit").DiffusionTransformer3D(**vars(params))
 
 
+def _wan() -> nn.Module:
+    # Its package reads the number of the current GPU when it is imported.
+    with patch.object(torch.cuda, "current_device", return_value=0):
+        code = _code("wan.modules.model")
+    return code.WanModel(
+        model_type="t2v",
+        patch_size=(1, 2, 2),
+        dim=1536,
+        ffn_dim=8960,
+        num_heads=12,
+        num_layers=30,
+    )
+
+
 MODELS = {
     "FLUX.1 Kontext": _Model(_kontext, "lora_flux", flux),
     "FLUX.2 klein": _Model(lambda: _flux2("klein-base-4b"), "lora_flux_2", flux),
@@ -79,8 +95,9 @@ MODELS = {
     "Krea 2": _Model(_krea2, "lora_krea2", krea2),
     "Ideogram 4": _Model(_ideogram4, "lora_ideogram4", ideogram4),
     "Kandinsky 5 (image)": _Model(_kandinsky5, "lora_kandinsky"),
+    "Wan 2.1 (image)": _Model(_wan, "lora_wan", wan),
 }
-"""Image models that musubi-tuner can load, by kind. Its HiDream is O1, another model than I1."""
+"""Models that musubi-tuner can load, by kind. Its HiDream is O1, another model than I1."""
 
 
 def supports(kind: str) -> bool:

@@ -104,7 +104,7 @@ _PADDING = {"stored": "as encoded", "zeros": "zeros", "masked": "masked"}
 
 _PREDICTIONS = {"flow": "flow", "epsilon": "epsilon or v"}
 
-_FEED_FORWARD = re.compile(r"\bff\b|mlp|feed_forward|proj_out")
+_FEED_FORWARD = re.compile(r"\bffn?\b|mlp|feed_forward|proj_out")
 """Names of feed-forward layers in the LoRA targets of all families."""
 
 

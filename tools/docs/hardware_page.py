@@ -33,7 +33,7 @@ SMALL_CARDS_GB = (8, 12, 16, 24)
 LARGE_MODELS = ("Ideogram 4", "FLUX.1 dev", "Krea 2", "HiDream I1", "Qwen-Image", "FLUX.2 dev")
 """Models in the table of proposals: the six largest."""
 
-RESOLUTIONS = {"Stable Diffusion 1.5": 512, "Stable Diffusion 2.1": 768}
+RESOLUTIONS = {"Stable Diffusion 1.5": 512, "Stable Diffusion 2.1": 768, "Wan 2.1 1.3B": 640}
 """Resolutions of models that were trained on smaller images than 1024 px."""
 
 SETTINGS = ("bf16", "checkpointing", "int8", "nf4")

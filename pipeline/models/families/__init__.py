@@ -36,6 +36,7 @@ from pipeline.models.families.sana import SANA
 from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.families.sd3 import STABLE_DIFFUSION_3
 from pipeline.models.families.sdxl import STABLE_DIFFUSION_XL
+from pipeline.models.families.wan import WAN
 from pipeline.models.families.z_image import Z_IMAGE
 
 FAMILIES: tuple[FamilySpec, ...] = (
@@ -65,6 +66,7 @@ FAMILIES: tuple[FamilySpec, ...] = (
     KANDINSKY5,
     BRIA_FIBO,
     BRIA_FIBO2,
+    WAN,
 )
 """All families, in the order in which they are listed to users."""
 
@@ -87,13 +89,16 @@ def family_spec(folder: Path) -> FamilySpec:
     """Return the family of the pipeline class in the index of a folder; reads no other file.
 
     Raises:
-        FamilyError: No family has this pipeline class; the message lists all families.
+        FamilyError: No family has this pipeline class, and the message lists all families; or the family does
+            not support all models of the class.
         ModelError: The index is missing or unreadable.
     """
     index = index_file(folder)
-    pipeline_class = read_json(index).get("_class_name")
+    contents = read_json(index)
+    pipeline_class = contents.get("_class_name")
     for spec in FAMILIES:
         if pipeline_class in spec.pipeline_classes:
+            spec.require_supported(contents, index)
             return spec
     families = ", ".join(f"{spec.name} ({'/'.join(spec.pipeline_classes)})" for spec in FAMILIES)
     raise FamilyError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.images.geometry import Size
@@ -83,6 +84,8 @@ class FamilySpec:
         distillation: Reads from the configurations whether a base model is distilled.
         references: Reference images that the denoiser sees; None if it sees none.
         takes_guidance: Reads from the configurations whether a guidance scale is an input of the denoiser.
+        require_supported: Raises FamilyError for a model of these pipeline classes that cannot be trained,
+            from the contents and the path of its index.
         forces_zeros: Default of the pipeline for a model without `FORCES_ZEROS` in `model_index.json`.
     """
 
@@ -105,6 +108,7 @@ class FamilySpec:
     distillation: Callable[[ModelFolder], Distillation | None] = lambda model: None
     references: ReferenceSpec | None = None
     takes_guidance: Callable[[ModelFolder], bool] = lambda model: False
+    require_supported: Callable[[Mapping[str, Any], Path], None] = lambda contents, index: None
     forces_zeros: bool = False
 
 

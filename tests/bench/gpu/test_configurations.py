@@ -26,6 +26,7 @@ BILLIONS = {
     "Stable Diffusion 1.5": 0.86,
     "Stable Diffusion 2.1": 0.866,
     "Kolors": 2.6,
+    "Wan 2.1 1.3B": 1.42,
     "Sana 1.5 1.6B": 1.6,
     "Anima": 1.96,
     "SD3 medium": 2.03,
@@ -53,6 +54,7 @@ BILLIONS = {
 TEXT_BILLIONS = {
     "Stable Diffusion 2.1": 0.34,
     "Kolors": 6.2,
+    "Wan 2.1 1.3B": 5.68,
     "Sana 1.5 1.6B": 2.6,
     "Anima": 0.6,
     "FLUX.2 klein base 4B": 4.0,

@@ -363,6 +363,7 @@ def test_the_recipes_of_this_repository_load():
         "flowers_sd3",
         "flowers_sd35",
         "flowers_sdxl",
+        "flowers_wan",
         "flowers_z_image",
     ]
 

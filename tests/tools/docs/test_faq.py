@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| ([A-Z].+?) \| (.+?) \| `(.+?)` \|$", PAGE, re.MULTILINE)
 
 
 def test_the_table_of_blocks_is_found() -> None:
-    assert len(ROWS) == 22
+    assert len(ROWS) == 23
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

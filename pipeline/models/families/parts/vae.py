@@ -135,7 +135,8 @@ class WanLatents(QwenImageLatents):
     """Latents of one frame of `AutoencoderKLWan`."""
 
     def factor(self, model: ModelFolder) -> int:
-        return int(model.config("vae")["scale_factor_spatial"])
+        # Configurations that were written before diffusers had this key have its default.
+        return int(model.config("vae").get("scale_factor_spatial", 8))
 
 
 @dataclass(frozen=True)

@@ -364,3 +364,28 @@ def anima(folder: Path) -> State:
     }
     state = {rename(name, {"proj_out": "final_layer.linear"}): each for name, each in weights(folder).items()}
     return {replace_all(name, pairs): tensor for name, tensor in state.items()}
+
+
+def wan(folder: Path) -> State:
+    """Return the weights of Wan's transformer in Alibaba's layout."""
+    ends = {
+        "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+        "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+        "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+        "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+        "condition_embedder.time_proj": "time_projection.1",
+        "proj_out": "head.head",
+    }
+    pairs = {
+        "attn1.": "self_attn.",
+        "attn2.": "cross_attn.",
+        ".to_out.0": ".o",
+        **{f".to_{each}": f".{each}" for each in "qkv"},
+        "ffn.net.0.proj": "ffn.0",
+        "ffn.net.2": "ffn.2",
+        ".norm2.": ".norm3.",
+        ".scale_shift_table": ".modulation",
+    }
+    state = {replace_all(rename(name, ends), pairs): tensor for name, tensor in weights(folder).items()}
+    state["head.modulation"] = state.pop("scale_shift_table")
+    return state

@@ -135,8 +135,10 @@ def check_decoding(
         if tokens.ndim == 4:
             edge = round((latent.shape[1] / tokens.shape[1]) ** 0.5)  # of a patch, in the stored latent only
             return {"latents": torch.nn.functional.pixel_shuffle(latent, edge)}
-        if tokens.ndim == 5:  # frames, and channels last
+        if tokens.ndim == 5 and tokens.shape[1] == 1:  # frames, and channels last
             return {"latents": latent.movedim(1, -1)[:, None]}
+        if tokens.ndim == 5:  # channels, and frames
+            return {"latents": latent[:, :, None]}
         edge = round((tokens.shape[2] / latent.shape[1]) ** 0.5)  # of a patch, packed channels first
         return {"latents": torch.nn.functional.unfold(latent, edge, stride=edge).transpose(1, 2)}
 

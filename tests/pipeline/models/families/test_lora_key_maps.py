@@ -25,6 +25,7 @@ from tests.pipeline.models.convert.transformer_originals import (
     krea2,
     lumina2,
     sd3_transformer,
+    wan,
 )
 from tests.pipeline.models.convert.unet_originals import unet
 from tests.tiny_models import TinyModel
@@ -79,6 +80,7 @@ NAMES: dict[str, Names] = {
     "Kandinsky 5 (image)": Names(weights, weights),
     "Bria FIBO": Names(weights, weights),
     "Bria FIBO 2": Names(weights, weights),
+    "Wan 2.1 (image)": Names(wan, wan, UNET_PREFIX),
 }
 """Names by kind of model. sd-scripts and ComfyUI read diffusers' names where no original code is given."""
 
@@ -113,6 +115,7 @@ MODULES_BY_DEFAULT = {
     "Kandinsky 5 (image)": (26, "2fad8b56"),
     "Bria FIBO": (34, "3ede5c85"),
     "Bria FIBO 2": (73, "5e2949d3"),
+    "Wan 2.1 (image)": (20, "335699cc"),
 }
 """Number and hash of the modules that get an adapter by default, as of 2026-11-25.
 

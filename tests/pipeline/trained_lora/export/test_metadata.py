@@ -103,6 +103,7 @@ def test_R15_models_that_kohyas_tools_train_have_their_versions() -> None:
         "Ideogram 4": "ideogram4",
         "Krea 2": "krea2",
         "Kandinsky 5 (image)": "kandinsky5",
+        "Wan 2.1 (image)": "wan",
     }
 
 

@@ -45,6 +45,7 @@ FAMILIES = [
     "Chroma",
     "HiDream",
     "Anima",
+    "Wan 2.1 (image)",
 ]
 
 needs_torchao = pytest.mark.skipif(

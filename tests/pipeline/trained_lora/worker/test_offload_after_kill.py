@@ -90,7 +90,13 @@ def test_a_run_killed_between_two_copies_resumes_to_the_same_bits(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
-    [("Stable Diffusion 3 and 3.5", 2), ("FLUX.1 dev", 2), ("Chroma", 2), ("Anima", 1)],
+    [
+        ("Stable Diffusion 3 and 3.5", 2),
+        ("FLUX.1 dev", 2),
+        ("Chroma", 2),
+        ("Anima", 1),
+        ("Wan 2.1 (image)", 1),
+    ],
 )
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 def test_a_killed_run_of_each_family_resumes_to_the_same_bits(
