@@ -101,6 +101,12 @@ def ended_runs(
     return None, list(failed.values())
 
 
+def has_run_since(instance: DagsterInstance, recipe: Recipe, since: float) -> bool:
+    """Return whether a run of one of the recipe's jobs began after `since`."""
+    records = instance.get_run_records(RunsFilter(tags={RECIPE_TAG: recipe.name}), limit=_MAX_RUNS)
+    return any(_began_s(record) > since for record in records)
+
+
 def _began_s(record: RunRecord) -> float:
     # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
     return record.start_time or record.end_time or record.create_timestamp.timestamp()

@@ -35,6 +35,7 @@ class SensorState:
             two listings.
         listed: Fingerprints of the addresses that a listing in progress has completed.
         observed: Versions of the sources after the last complete listing, by key.
+        handled_s: When `handled` was set, while no run was in progress, in seconds since the epoch.
     """
 
     seen: str | None = None
@@ -43,6 +44,7 @@ class SensorState:
     since: float = 0.0
     listed: dict[str, str] = field(default_factory=dict[str, str])
     observed: dict[str, str] = field(default_factory=dict[str, str])
+    handled_s: float = 0.0
 
     @classmethod
     def from_cursor(cls, cursor: str | None) -> "SensorState":
@@ -91,17 +93,18 @@ class SensorState:
 
     def settle(self, seen: str, *, now: float) -> tuple["SensorState", str | None]:
         """Return the state after a complete listing, and the reason to skip this tick if there is one."""
-        # Somebody may still be copying files (FAILURES O05): two listings, `settle_s` apart, must be equal.
+        # Somebody may still be copying files (docs/failures.md, O05): two listings, `settle_s` apart, must be
+        # equal.
+        listed = replace(self, seen=seen, position=None, listed={})
         if seen not in {self.seen, self.handled}:
             reason = f"files or recipe are changing (state {seen}): waiting until they settle"
-            return SensorState(seen, self.handled, since=now, observed=self.observed), reason
+            return replace(listed, since=now), reason
 
         since = self.since if seen == self.seen else now
         if seen == self.handled:
-            reason = "nothing has changed since the last run"
-            return SensorState(seen, seen, since=since, observed=self.observed), reason
+            return replace(listed, since=since), "nothing has changed since the last run"
         # From now on a run may replace the results of the handled state, which is a change if it comes back.
-        return SensorState(seen, None, since=since, observed=self.observed), None
+        return replace(listed, handled=None, since=since), None
 
     def after_runs(
         self, *, succeeded: str | None, failed: Sequence[EndedRun], now: float
@@ -109,11 +112,11 @@ class SensorState:
         """Return the next state of a settled one, and the reason to skip this tick or None to request a run.
 
         Args:
-            succeeded: Id of a successful run that was created after `since`; None if there is none.
+            succeeded: Id of a successful run that began after `since`; None if there is none.
             failed: Runs that began after `since` and ended without success, the last one first.
             now: The time, in seconds since the epoch.
         """
-        handled = replace(self, handled=self.seen)
+        handled = replace(self, handled=self.seen, handled_s=now)
         if succeeded is not None:
             return handled, f"nothing has changed since run {succeeded}"
         if not failed:

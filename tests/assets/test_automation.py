@@ -53,6 +53,33 @@ def test_O06_a_change_that_is_reverted_after_its_run_began_runs_again(
     assert ticks.evaluate() == "run", "the tables are those of a dataset with the new file"
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the listing", "after the listing"])
+def test_O06_a_change_that_is_reverted_after_a_run_by_hand_runs_again(
+    tmp_path: Path, stored_instance: DagsterInstance, is_first: bool
+) -> None:
+    ticks = Ticks(tmp_path, stored_instance)
+    assert [ticks.evaluate() for _ in range(3)][1] == "run"
+    new = tmp_path / "data" / "new.jpg"
+    new.write_bytes(b"1")
+    if is_first:
+        ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    assert "settle" in ticks.evaluate()
+    if not is_first:
+        ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    new.unlink()
+    assert "settle" in ticks.evaluate()
+    assert ticks.evaluate() == "run", "the tables are those of a dataset with the new file"
+
+
+def test_a_run_by_hand_of_unchanged_files_starts_no_further_one(
+    tmp_path: Path, stored_instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, stored_instance)
+    assert [ticks.evaluate() for _ in range(3)][1] == "run"
+    ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    assert all("nothing has changed" in ticks.evaluate() for _ in range(2))
+
+
 def test_O07_sensor_and_schedule_wait_for_a_run_of_the_recipe_and_report_its_id(
     tmp_path: Path, stored_instance: DagsterInstance
 ) -> None:
