@@ -35,8 +35,10 @@ from assets.sources import (
     watched_addresses,
 )
 from pipeline.errors import DatasetError, RecipeError
+from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import RecacheSettings, Recipe, load_recipe
 from pipeline.recipe.cron import spread_cron
+from pipeline.recipe.load import require_own_output
 from resources.dead_runs import end_dead_runs
 
 DEAD_RUNS_S = 30
@@ -60,6 +62,10 @@ def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
         if has_file and not recipe.source.is_file():
             return SkipReason(_removed(recipe))
+        try:
+            _as_written(recipe)
+        except RecipeError as err:
+            return SkipReason(f"the recipe has a mistake: {err}")
         active_run = find_active_run(context.instance, recipe, context.repository_def)
         if active_run is not None:
             return SkipReason(f"run {active_run} of this recipe is in progress")
@@ -145,7 +151,13 @@ def _after_listing(
 
 def _as_written(recipe: Recipe) -> Recipe:
     """Return the recipe in its file, which a run would load, and this code server may have loaded earlier."""
-    return load_recipe(recipe.source) if recipe.source.is_file() else recipe
+    if not recipe.source.is_file():
+        return recipe
+    written = load_recipe(recipe.source)
+    # As the definitions do: a run of a recipe that they exclude fails without a step.
+    require_size_multiple([written])
+    require_own_output(written)
+    return written
 
 
 def _source_versions(recipe: Recipe, listed: Mapping[str, str]) -> dict[AssetKey, str]:

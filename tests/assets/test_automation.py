@@ -14,6 +14,7 @@ from dagster import (
     DefaultScheduleStatus,
     DefaultSensorStatus,
     build_schedule_context,
+    build_sensor_context,
 )
 
 from assets.automation import recache_schedule
@@ -189,6 +190,34 @@ def test_a_recipe_that_was_removed_starts_no_run_and_asks_for_a_reload(
     assert (tick.run_requests, "reload" in str(tick.skip_message)) == ([], True)
     (tmp_path / "roses.yaml").rename(file)
     assert ticks.evaluate() == "run"
+
+
+def test_a_recipe_that_the_definitions_would_exclude_starts_no_run(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    """Here, it has taken over the output folder of another recipe since the code location was loaded."""
+    (tmp_path / "data").mkdir()
+
+    def write(name: str, output: str) -> Path:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(
+            f"datasets: [{{name: photos, path: {tmp_path}/data}}]\nmodel: {{base: some/model}}\n"
+            f"cache_dir: {tmp_path}/cache\noutput_dir: {tmp_path}/{output}\nrecache: {{enabled: true}}\n",
+            "utf-8",
+        )
+        return file
+
+    write("flowers", "flowers")
+    repository = repository_of(load_recipe(write("roses", "roses")))
+    sensor = repository.get_sensor_def("roses_dataset_changed")
+    schedule = repository.get_schedule_def("roses_recache")
+    write("roses", "flowers")
+    context = build_sensor_context(instance, repository_def=repository, sensor_name=sensor.name)
+    ticks = (
+        sensor.evaluate_tick(context),
+        schedule.evaluate_tick(build_schedule_context(instance, repository_def=repository)),
+    )
+    assert ["the recipe has a mistake" in str(tick.skip_message) for tick in ticks] == [True, True]
 
 
 def test_a_missing_dataset_skips_the_tick(tmp_path: Path, instance: DagsterInstance) -> None:
