@@ -163,6 +163,15 @@ def test_the_limit_of_the_projects_instance_holds_for_the_pool_of_each_machine(
             assert (first.is_claimed, second.is_claimed) == (True, False)
 
 
+def test_a_sensor_that_lists_a_large_dataset_delays_no_other_sensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dagster.yaml").write_text((project_root() / ".dagster" / "dagster.yaml").read_text())
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+    with DagsterInstance.get() as instance:
+        assert instance.get_sensor_settings() == {"use_threads": True, "num_workers": 4}
+
+
 def test_the_kubernetes_launcher_has_the_settings_of_its_deployment(tmp_path: Path) -> None:
     pytest.importorskip("kubernetes")
     settings = "launcher: {kind: kubernetes, namespace: a, image: x, workers: 3}"
