@@ -1,9 +1,10 @@
 """The code version of an asset: which settings and algorithms decide its content besides its inputs."""
 
 import hashlib
+import json
 from typing import Any
 
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, project_root
 from pipeline.versions import (
     CAPTIONER_VERSION,
     CAPTIONS_VERSION,
@@ -102,7 +103,10 @@ def code_version(recipe: Recipe, asset: str) -> str:
     unused: dict[str, Any] = {"datasets": {"__all__": _NOT_SCANNED}} if asset == "raw_images" else {}
     if recipe.model.context_lora is None or asset in _WITHOUT_CONTEXT:
         unused = {**unused, "model": {"context_lora"}}
-    settings = recipe.model_dump_json(include=fields, exclude=unused) + repr(versions)
+    settings = recipe.model_dump_json(include=fields, exclude=unused)
+    # A copy of the project in another folder has the same assets.
+    inside = json.dumps(f"{project_root()}/", ensure_ascii=False).removesuffix('"')
+    settings = settings.replace(inside, '"') + repr(versions)
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]
 
 

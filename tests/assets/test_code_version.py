@@ -63,6 +63,18 @@ def test_L04_a_new_algorithm_version_changes_the_code_version_of_its_asset(
     assert {asset for asset in SPECS if code_version(recipe, asset) != before[asset]} == {"vae_latents"}
 
 
+def test_a_copy_of_the_project_in_another_folder_has_the_same_code_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions: list[list[str]] = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(module, "project_root", lambda name=name: tmp_path / name)
+        copied = small_recipe(tmp_path / name)
+        versions.append([code_version(copied, asset) for asset in SPECS])
+    assert versions[0] == versions[1]
+
+
 LORA, TEXT = "trained_lora", "text_embeddings"
 OF_DATASETS = {"validated_dataset", LORA}
 SETTINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
