@@ -208,14 +208,14 @@ def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
 
 def _reduced(path: Path, max_bytes: int) -> bytes:
     """Return the picture as a JPEG with at most `max_bytes`; no bytes for a damaged one."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     from pipeline.reporting.pictures import jpeg
 
     try:
         with Image.open(path) as picture:
             return jpeg(picture.convert("RGB"), max_bytes)
-    except UnidentifiedImageError:
+    except OSError:  # Pillow raises it for unknown formats and truncated files
         return b""
 
 

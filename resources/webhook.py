@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from pipeline.errors import LatentlineError
 from pipeline.escaping import printable_lines, without_secrets
@@ -37,7 +37,7 @@ MAX_PROBLEMS = 5
 MAX_CHARACTERS, MAX_TITLE_CHARACTERS = 1_600, 300
 
 _HOSTS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
-_TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
+_CLIENT_ERROR, _TOO_MANY_REQUESTS, _SERVER_ERROR = 400, 429, 500
 
 
 class WebhookError(LatentlineError):
@@ -120,12 +120,23 @@ def _attempt(request: Request) -> tuple[str | None, bool]:
     """Return why the request failed or None, and whether another attempt would fail in the same way."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
+    from urllib.request import HTTPRedirectHandler, build_opener
+
+    class _NoRedirects(HTTPRedirectHandler):
+        # urllib would repeat the request as a GET without the alert.
+        def redirect_request(self, *args: object) -> None:
+            del args
 
     try:
-        with urlopen(request, timeout=TIMEOUT_S):  # noqa: S310 - see _form
+        with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S):
             return None, True
     except HTTPError as err:
+        if err.code < _CLIENT_ERROR and (new := err.headers.get("Location")) is not None:
+            err.close()
+            # The path and the query of the address are secret.
+            parts = urlsplit(urljoin(request.full_url, new))
+            address = f"{parts.scheme}://{parts.hostname}"
+            return f"the service redirects to {address}: set {WEBHOOK_VARIABLE} to that address", True
         is_busy = err.code == _TOO_MANY_REQUESTS or err.code >= _SERVER_ERROR
         err.close()
         return f"the service answered {err.code}", not is_busy

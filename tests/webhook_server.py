@@ -40,7 +40,14 @@ def webhook_server() -> Generator[Received]:
             assert self.headers["Content-Type"] == "application/json"
             received.bodies.append(json.loads(body))
             received.answers.wait(60)
-            self.send_response(received.statuses.pop(0) if received.statuses else 200)
+            status = received.statuses.pop(0) if received.statuses else 200
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", received.url)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:

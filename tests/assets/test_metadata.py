@@ -196,6 +196,14 @@ def test_the_pictures_of_an_asset_share_one_size_limit(tmp_path: Path) -> None:
     assert (tmp_path / "sheet.jpg").stat().st_size == original_bytes
 
 
+def test_a_large_picture_that_is_truncated_is_skipped(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "sheet.png")
+    complete = (tmp_path / "sheet.png").read_bytes()
+    (tmp_path / "sheet.png").write_bytes(complete[: MAX_PICTURES_BYTES + 1_000])
+    assert picture_metadata(tmp_path) == {}
+
+
 def test_a_large_png_is_embedded_as_a_jpeg(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "before_after.png")

@@ -97,6 +97,16 @@ def test_a_service_that_refuses_the_alert_is_an_error_without_the_address(server
     assert "0123" in error.value.fix
 
 
+@pytest.mark.parametrize("status", [301, 307])
+def test_a_redirection_is_an_error_because_the_alert_would_get_lost(server: Received, status: int) -> None:
+    server.statuses += [status]
+    new = r"redirects to http://127\.0\.0\.1: set LATENTLINE_WEBHOOK to that address"
+    with pytest.raises(WebhookError, match=new) as error:
+        send(ALERT, server.url)
+    assert len(server.bodies) == 1
+    assert "SECRET" not in error.value.text()
+
+
 def test_a_service_that_is_away_is_an_error_without_the_address() -> None:
     waited: list[float] = []
     with pytest.raises(WebhookError, match="was not sent") as error:
