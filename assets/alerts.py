@@ -21,7 +21,7 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.names import ATTEMPT_TAG, HIDDEN_JOB
+from assets.names import ATTEMPT_TAG, IMPLICIT_JOB
 from assets.new_warnings import new_warnings
 from assets.recipe_runs import is_recipe_run, selected_assets
 from pipeline.errors import counted
@@ -43,7 +43,7 @@ _MAX_NAMES = 3
 """Maximum number of names in a title."""
 
 RECIPES_S = 60
-"""Seconds between two searches for recipes that were excluded."""
+"""Seconds between two looks at the recipes that were excluded when the code location loaded."""
 
 
 def alert_sensors(
@@ -84,7 +84,7 @@ def alert_sensors(
         name=f"{location.prefix}recipe_alerts",
         minimum_interval_seconds=RECIPES_S,
         default_status=DefaultSensorStatus.RUNNING,
-        description="Sends the mistake of each recipe that was excluded since the last tick.",
+        description="Sends each recipe that was excluded when the code location loaded, once.",
     )
     def recipe_alerts(context: SensorEvaluationContext) -> SensorResult:
         known: list[str] = json.loads(context.cursor) if context.cursor else []
@@ -98,9 +98,9 @@ def alert_sensors(
 
 
 def _sent(context: RunStatusSensorContext) -> list[RunRequest]:
-    # With a result, Dagster stores the cursor and leaves further runs to the next tick. With None, it would
-    # evaluate all of them before it stores anything. A SkipReason would have to be alone in its tick, and
-    # each run before this one that got None has a reaction in it.
+    # Any iterable, even an empty one, makes Dagster end the tick after this run and move the cursor behind
+    # it. With None, Dagster adds a DagsterRunReaction and evaluates the next of up to five runs before it
+    # stores the cursor.
     context.log.info(f"sent an alert about run {context.dagster_run.run_id}")
     return []
 
@@ -170,7 +170,7 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
 
 
 def _title(run: DagsterRun) -> str:
-    if run.job_name != HIDDEN_JOB:
+    if run.job_name != IMPLICIT_JOB:
         return run.job_name
     keys = sorted(key.to_user_string() for key in selected_assets(run))
     return _listed(keys) or run.job_name

@@ -24,7 +24,7 @@ from dagster import (
 from assets.code_version import ALGORITHM_VERSIONS
 from assets.location import Location
 from assets.names import ATTEMPT_TAG, RECIPE_TAG
-from assets.recipe_runs import ended_runs, find_active_run, has_run_since
+from assets.recipe_runs import find_active_run, has_run_since, runs_since
 from assets.sensor_state import RETRY_DELAYS_S, SensorState
 from assets.sources import (
     base_model,
@@ -144,7 +144,7 @@ def _after_listing(
     active_run = find_active_run(context.instance, recipe, context.repository_def)
     if active_run is not None:
         return state, f"run {active_run} of this recipe is in progress: waiting for its end", 0
-    succeeded, failed = ended_runs(context.instance, recipe, job_name, state.since)
+    succeeded, failed = runs_since(context.instance, recipe, job_name, state.since)
     state, skip_reason = state.after_runs(succeeded=succeeded, failed=failed, now=now)
     return state, skip_reason, len(failed)
 

@@ -18,7 +18,7 @@ ATTEMPT_TAG = "latentline/attempt"
 """Tag on each run that the sensor starts, such as "2 of 4"."""
 
 # Undocumented: a run of selected assets has no other mark.
-HIDDEN_JOB = "__ASSET_JOB"
+IMPLICIT_JOB = "__ASSET_JOB"
 """Dagster's job of assets that somebody selected, in the UI or with `dg launch --assets`."""
 
 GPU_POOL = "gpu"

@@ -55,7 +55,8 @@ OPTIONAL = {
 """Builders of the assets that only some recipes have."""
 
 _ORDER = (("captions", "validated_dataset"), ("diagnosis", "trained_lora"), ("trained_lora", "sweep"))
-"""Assets with the one that waits for them without reading their table as an input."""
+"""(asset, later asset): the later one names the first in `deps` without reading its table, so `ALL_INPUTS`
+lacks the pair. Keep equal to the `deps` of the builders."""
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""

@@ -15,7 +15,7 @@ from dagster import (
     RunsFilter,
 )
 
-from assets.names import AFTER_CACHE, HIDDEN_JOB, RECIPE_TAG, asset_key
+from assets.names import AFTER_CACHE, IMPLICIT_JOB, RECIPE_TAG, asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.failures import has_closed_gate
@@ -50,7 +50,7 @@ _MAX_RUNS = 100
 
 
 @dataclass(frozen=True)
-class EndedRun:
+class UnsuccessfulRun:
     """A run of a recipe's cache job that ended without success.
 
     Attributes:
@@ -66,15 +66,15 @@ class EndedRun:
     has_closed_gate: bool = False
 
 
-def ended_runs(
+def runs_since(
     instance: DagsterInstance, recipe: Recipe, cache_job: str, since: float
-) -> tuple[str | None, list[EndedRun]]:
+) -> tuple[str | None, list[UnsuccessfulRun]]:
     """Return a successful run of the recipe that began after `since`, and failed runs of its cache job.
 
     The failed run that ended last is the first one. A run of only some assets up to the cache is neither.
     """
     filters = RunsFilter(tags={RECIPE_TAG: recipe.name})
-    failed: dict[str, EndedRun] = {}
+    failed: dict[str, UnsuccessfulRun] = {}
     # Dagster sorts by creation, but a run may have waited in the queue until a newer one had ended.
     records = sorted(instance.get_run_records(filters, limit=_MAX_RUNS), key=_ended_s, reverse=True)
     for record in records:
@@ -92,7 +92,7 @@ def ended_runs(
         # `run_retries` has its own number of attempts, so all of them are one here.
         attempt = first.dagster_run.run_id
         if run.job_name == cache_job and attempt not in failed:
-            failed[attempt] = EndedRun(
+            failed[attempt] = UnsuccessfulRun(
                 run.run_id,
                 _ended_s(record),
                 is_cancelled=run.status == DagsterRunStatus.CANCELED,
@@ -155,7 +155,7 @@ def find_active_run(
         return run.run_id
 
     # Runs of assets that were selected by hand lack the tag of the recipe's jobs.
-    for run in _runs_in_progress(instance, job_name=HIDDEN_JOB):
+    for run in _runs_in_progress(instance, job_name=IMPLICIT_JOB):
         if recipe.name in _selected_recipes(run, repository):
             return run.run_id
     return None

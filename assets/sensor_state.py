@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from assets.recipe_runs import EndedRun
+from assets.recipe_runs import UnsuccessfulRun
 from pipeline.errors import counted
 from pipeline.storage.addresses import Address
 
@@ -107,7 +107,7 @@ class SensorState:
         return replace(listed, handled=None, since=since), None
 
     def after_runs(
-        self, *, succeeded: str | None, failed: Sequence[EndedRun], now: float
+        self, *, succeeded: str | None, failed: Sequence[UnsuccessfulRun], now: float
     ) -> tuple["SensorState", str | None]:
         """Return the next state of a settled one, and the reason to skip this tick or None to request a run.
 
