@@ -124,8 +124,10 @@ def _attempt(request: Request) -> tuple[str | None, bool]:
 
     class _NoRedirects(HTTPRedirectHandler):
         # urllib would repeat the request as a GET without the alert.
-        def redirect_request(self, *args: object) -> None:
-            del args
+        def redirect_request(
+            self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+        ) -> None:
+            return None
 
     try:
         with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S):
