@@ -113,7 +113,8 @@ def test_a_tick_with_runs_that_are_not_sent_and_one_that_is_sends_it_once(
     retry(instance, again.run_id, nightly)
     for run in (again, failed):
         instance.report_run_failed(run, "it ended")
-    assert [tick("failure_alerts") for _ in range(2)] == [[failed.run_id], []]
+    # A tick that may have waited for a retry waits for no other one, because Dagster limits its time.
+    assert [tick("failure_alerts") for _ in range(3)] == [[], [failed.run_id], []]
 
     location.run()
     (tmp_path / "data" / "orphan.txt").write_text("a caption without an image", encoding="utf-8")
@@ -209,7 +210,7 @@ def test_a_run_that_dagster_starts_again_is_not_sent(
     location = Location(recipe, instance)
     result = location.run()
     retry(instance, result.run_id, location.definitions.resolve_job_def(JOB))
-    assert location.evaluate("failure_alerts", result) is None
+    assert location.evaluate("failure_alerts", result) == []
     assert server.bodies == []
 
 
