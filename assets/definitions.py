@@ -32,7 +32,7 @@ from pipeline.recipe import (
 )
 from pipeline.recipe.deployment import DEPLOYMENT_VARIABLE, Deployment, load_deployment
 from pipeline.reporting.terminal import find_terminal
-from resources.summarized_executor import summarized
+from resources.recipe_executor import recipe_executor
 from resources.tables import TableIOManager
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
@@ -73,7 +73,7 @@ def build_definitions(
     names = [recipe.name for recipe in recipes]
     # Also for assets that somebody selects by hand, because the location has nothing but recipes.
     defaults = Definitions(
-        executor=summarized(build_executor(deployment), recipes),
+        executor=recipe_executor(build_executor(deployment), recipes),
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
     )
     shared = shared_definitions(recipes, broken, deployment, location)

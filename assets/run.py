@@ -123,8 +123,8 @@ def _execute(
     from pipeline.recipe import load_recipe
     from resources.dead_runs import end_dead_runs
     from resources.open_databases import open_databases
+    from resources.recipe_executor import COMMAND_TAG
     from resources.run_summary import summarize_run
-    from resources.summarized_executor import COMMAND_TAG
     from resources.terminal_log import last_remaining_times, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.

@@ -46,7 +46,7 @@ from pipeline.recipe import BrokenRecipe, Recipe, recipes_dir
 from pipeline.recipe.deployment import load_deployment
 from pipeline.recipe.project import MARKER, PROJECT_VARIABLE
 from pipeline.reporting.terminal import find_terminal
-from resources.summarized_executor import summarized
+from resources.recipe_executor import recipe_executor
 
 
 class NewRecipe(BaseModel):
@@ -198,7 +198,7 @@ def _project(
     location = Location(
         gpu_pool(deployment),
         prefix="latentline_",
-        executor=summarized(build_executor(deployment), recipes),
+        executor=recipe_executor(build_executor(deployment), recipes),
         job_config={},
     )
     return recipes, broken, location, shared_definitions(recipes, broken, deployment, location)

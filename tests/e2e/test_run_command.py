@@ -19,8 +19,8 @@ from dagster import AssetKey, DagsterInstance, DagsterRunStatus
 from diffusers import StableDiffusionPipeline
 
 from pipeline.recipe.check_specs import SPECS
+from resources.recipe_executor import COMMAND_TAG
 from resources.run_worker import MACHINE_TAG
-from resources.summarized_executor import COMMAND_TAG
 from tests.command_line import latentline_command
 from tests.e2e.daemon import make_home
 from tests.e2e.problems import problem_of

@@ -23,7 +23,7 @@ from dagster import (
     reconstructable,
 )
 
-from resources.summarized_executor import summarized
+from resources.recipe_executor import recipe_executor
 
 WAIT_S = 600
 
@@ -35,7 +35,7 @@ def rose() -> None:
 
 
 def retrying_job() -> JobDefinition:
-    executor = summarized(in_process_executor, [])
+    executor = recipe_executor(in_process_executor, [])
     definitions = Definitions(assets=[rose], jobs=[define_asset_job("roses")], executor=executor)
     return definitions.resolve_job_def("roses")
 

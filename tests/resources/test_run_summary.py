@@ -1,4 +1,4 @@
-"""The summary of a run; test_summarized_executor.py has when and where a `dagster` command prints it."""
+"""The summary of a run; test_recipe_executor.py has when and where a `dagster` command prints it."""
 
 import logging
 import os

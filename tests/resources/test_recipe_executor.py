@@ -23,7 +23,7 @@ from sqlalchemy.exc import OperationalError
 
 from pipeline.recipe import recipe_from_mapping
 from pipeline.reporting.reports import write_report
-from resources.summarized_executor import summarized
+from resources.recipe_executor import recipe_executor
 from resources.tables import TableIOManager
 
 FOLDER = Path(__file__).parent
@@ -51,7 +51,7 @@ def failing(context: InitLoggerContext) -> logging.Logger:
 
 defs = Definitions(
     [scan, validate],
-    jobs=[define_asset_job("small_cache", executor_def=summarized(EXECUTOR, RECIPES))],
+    jobs=[define_asset_job("small_cache", executor_def=recipe_executor(EXECUTOR, RECIPES))],
     resources={"tables": TableIOManager(recipes=RECIPES)},
     loggers={"failing": failing},
 )
@@ -159,7 +159,7 @@ import logging, os, signal, threading
 
 from dagster import Definitions, InitLoggerContext, asset, define_asset_job, in_process_executor, logger
 
-from resources.summarized_executor import summarized
+from resources.recipe_executor import recipe_executor
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -186,7 +186,7 @@ def b_second() -> None:
 
 defs = Definitions(
     [a_first, b_second],
-    jobs=[define_asset_job("waiting", executor_def=summarized(in_process_executor, []))],
+    jobs=[define_asset_job("waiting", executor_def=recipe_executor(in_process_executor, []))],
     loggers={"interrupting": interrupting},
 )
 """

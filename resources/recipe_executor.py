@@ -1,4 +1,8 @@
-"""An executor that prints the summary of the run when its last step has ended, however the run ended."""
+"""The executor of recipe runs: wraps the deployment's executor with what a run does once.
+
+Before its first step, it records the machine, and follows the code server's death. During it, it keeps
+databases open, and ends waits at signals. After it, it prints the summary, however the run ended.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +42,26 @@ All other runs that a signal interrupts have failed: Dagster's daemon may start 
 """
 
 
-def summarized(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
-    """Return the executor with a summary at its end; name, configuration and requirements stay."""
+def recipe_executor(executor: ExecutorDefinition, recipes: Sequence[Recipe]) -> ExecutorDefinition:
+    """Return the executor wrapped for runs of recipes; name, configuration and requirements stay."""
     create = executor.executor_creation_fn
     if create is None:
         return executor
 
-    def create_summarized(context: InitExecutorContext) -> Executor:
-        return _SummarizedExecutor(create(context), recipes, executor.name)
+    def create_wrapped(context: InitExecutorContext) -> Executor:
+        return _RecipeExecutor(create(context), recipes, executor.name)
 
     # Undocumented: no public call wraps an executor, and only an executor sees the end of a run.
     return ExecutorDefinition(
         name=executor.name,
         config_schema=executor.config_schema,  # pyright: ignore[reportArgumentType] - as in Dagster's `configured`
         requirements=executor.get_requirements,
-        executor_creation_fn=create_summarized,
+        executor_creation_fn=create_wrapped,
         description=executor.description,
     )
 
 
-class _SummarizedExecutor(Executor):
+class _RecipeExecutor(Executor):
     """Delegates to another executor.
 
     Undocumented: Dagster reads both properties of each `Executor`.
