@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from pipeline.recipe import Recipe, project_root
+from pipeline.recipe.captions import DECIDES_TEXT
 from pipeline.versions import (
     CAPTIONER_VERSION,
     CAPTIONS_VERSION,
@@ -49,17 +50,7 @@ _NOT_SCANNED: dict[str, Any] = {
     **dict.fromkeys(("limit", "duplicates", "validation_fraction"), True),
     **dict.fromkeys(("repeats", "weight", "role", "slider", "loss_weight"), True),
     **dict.fromkeys(("resolution", "resolutions", "flip", "caption_dropout"), True),
-    "captions": {
-        "model",
-        "revision",
-        "prompt",
-        "max_tokens",
-        "resolution",
-        "dtype",
-        "quantize",
-        "examples",
-        "tagger",
-    },
+    "captions": set(DECIDES_TEXT),
 }
 """Keys of datasets that later stages use, and that do not decide which files raw_images lists."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeline.errors import BucketError
@@ -171,10 +171,9 @@ QWEN_EDIT_REFERENCES = ReferenceSpec(
 )
 """The references of Qwen-Image-Edit 2509 and later, stretched to a megapixel for the VAE."""
 
-QWEN_FIRST_EDIT_REFERENCES = ReferenceSpec(
+QWEN_FIRST_EDIT_REFERENCES = replace(
+    QWEN_EDIT_REFERENCES,
     max_number=1,
-    size=_qwen_size,
-    required=True,
     in_text=TextImages(
         size=lambda original: _of_area(original, QWEN_PX),
         processor="Qwen2VLImageProcessorPil, 1",
