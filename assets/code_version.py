@@ -1,4 +1,4 @@
-"""The code version of an asset: which settings and algorithms decide its content besides its inputs."""
+"""The code version of an asset: the settings and algorithms that decide its content next to its inputs."""
 
 import hashlib
 import json

@@ -108,7 +108,7 @@ def has_run_since(instance: DagsterInstance, recipe: Recipe, since: float) -> bo
 
 
 def _began_s(record: RunRecord) -> float:
-    # The creation comes last, and is no filter: PostgreSQL notes it in its own time zone.
+    # The creation is the last resort: PostgreSQL stores it in its own time zone.
     return record.start_time or record.end_time or record.create_timestamp.timestamp()
 
 
@@ -172,8 +172,8 @@ def _is_lost(instance: DagsterInstance, run: DagsterRun) -> bool:
     if run.status != DagsterRunStatus.NOT_STARTED:
         return False
 
-    # Dagster stores the plan of assets and checks with a run. The time of the creation is no measure, because
-    # PostgreSQL notes it in its own time zone. Undocumented: no public call returns the events of one run.
+    # Dagster stores the plan of assets and checks with a run. The time of the creation is not used, because
+    # PostgreSQL stores it in its own time zone. Undocumented: no public call returns the events of one run.
     times = [entry.timestamp for entry in instance.all_logs(run.run_id)]
     return bool(times) and max(times) < time.time() - LONGEST_START_S
 

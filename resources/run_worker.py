@@ -66,7 +66,7 @@ def pid_namespace() -> str:
 def lock_run(instance: DagsterInstance, run_id: str) -> None:
     """Hold the lock of a run until this process ends, however it ends.
 
-    A disk without locks is no error: `is_locked` then returns None.
+    Without an error if the disk does not support locks; `is_locked` then returns None.
     """
     path = run_lock(instance, run_id)
     with suppress(OSError):

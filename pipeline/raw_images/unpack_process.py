@@ -242,7 +242,7 @@ def main() -> None:
             _unpack_parquet(folder, columns, space)
         else:
             _unpack_tar(sys.stdin.buffer, folder, space)
-    except BaseException as err:  # Polars' panics are no Exceptions
+    except BaseException as err:  # Polars' panics do not derive from Exception
         name = type(err).__name__
         sys.exit(f"{name}: {' '.join(str(err).split())}")
 

@@ -1,4 +1,4 @@
-"""Memory that really runs out, on a GPU or a CPU, and the work that goes on afterwards."""
+"""Memory that really runs out, on a GPU or a CPU, and work that continues afterwards."""
 
 from __future__ import annotations
 

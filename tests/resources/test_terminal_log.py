@@ -150,7 +150,7 @@ def step_entry(step: str, run_id: str, time_s: float, ended: StepSuccessData | N
 
 
 def test_a_finished_step_says_how_long_the_rest_took_in_the_last_run() -> None:
-    """vae_latents and text_embeddings run at the same time, so the rest is no sum of their durations."""
+    """vae_latents and text_embeddings run at the same time, so their durations must not be added."""
     stream = Terminal()
     seconds = {"raw_images": (0, 2), "vae_latents": (2, 702), "text_embeddings": (2, 302)}
     with DagsterInstance.ephemeral() as instance:

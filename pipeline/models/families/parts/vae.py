@@ -25,7 +25,7 @@ def frame_patch(model: ModelFolder) -> int:
     """Return the edge of a patch of one frame, from a video transformer's `patch_size`.
 
     Raises:
-        FamilyError: A patch has several frames, or is no square.
+        FamilyError: A patch has several frames, or is not square.
     """
     frames, height, width = model.config("transformer")["patch_size"]
     if frames != 1 or height != width:
