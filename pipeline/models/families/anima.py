@@ -5,14 +5,11 @@ diffusers has it as a modular pipeline only.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.lora_keys import Layer, LoraKeys, underscored
+from pipeline.models.families.parts.lora_keys import RenamedKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
 from pipeline.models.families.parts.vae import QwenImageLatents, frame_patch
@@ -43,8 +40,6 @@ _OUTSIDE = {
     "proj_out": "final_layer.linear",
 }
 
-_BLOCK = re.compile(r"transformer_blocks\.(\d+)\.(.+)")
-
 
 @dataclass(frozen=True)
 class AnimaText(TextSpec):
@@ -65,31 +60,6 @@ class AnimaText(TextSpec):
         return {"text_embedding": (self.max_length(model), width)}
 
 
-@dataclass(frozen=True)
-class AnimaKeys(LoraKeys):
-    """Layers under their names in the original code, which ComfyUI and sd-scripts have too."""
-
-    def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
-        return Layer(underscored(_original_path(model, module)), (module,))
-
-    def comfyui_key(self, model: ModelFolder, module: str) -> str:
-        return f"diffusion_model.{_original_path(model, module)}"
-
-
-def _original_path(model: ModelFolder, module: str) -> str:
-    layers: Mapping[str, str] = {**_ADAPTED, **_MODULATIONS}
-    match = _BLOCK.fullmatch(module)
-    if match and match[2] in layers:
-        return f"blocks.{match[1]}.{layers[match[2]]}"
-    if module in _OUTSIDE:
-        return _OUTSIDE[module]
-    raise FamilyError(
-        f"the original code's layout does not include the module {module}",
-        where=str(model.config_file("transformer")),
-        fix="adapt only linear layers of the transformer",
-    )
-
-
 ANIMA = FamilySpec(
     name="Anima",
     pipeline_classes=("AnimaModularPipeline",),
@@ -106,7 +76,12 @@ ANIMA = FamilySpec(
     text=AnimaText("qwen3 and t5 tokens in anima's conditioner, 1", "families.anima:AnimaConditioner"),
     noise=FlowNoise(),
     denoiser_call="families.anima:AnimaCall",
-    lora=AnimaKeys(list(_ADAPTED)),
+    lora=RenamedKeys(
+        list(_ADAPTED),
+        blocks=("transformer_blocks", "blocks"),
+        in_blocks={**_ADAPTED, **_MODULATIONS},
+        outside=_OUTSIDE,
+    ),
     architecture="anima",
     guidance_scale=4.0,
     drawing="families.anima:AnimaDrawing",

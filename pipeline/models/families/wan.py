@@ -5,16 +5,13 @@ A trial: a LoRA is trained on still images, and diffusers loads it into the pipe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import FamilyError
-from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.lora_keys import Layer, LoraKeys, underscored
+from pipeline.models.families.parts.lora_keys import RenamedKeys
 from pipeline.models.families.parts.noise import SolverFlowNoise
 from pipeline.models.families.parts.text import WITH_FTFY, LanguageModelText
 from pipeline.models.families.parts.vae import WanLatents, frame_patch
@@ -38,32 +35,6 @@ _OUTSIDE = {
     "condition_embedder.text_embedder.linear_2": "text_embedding.2",
     "proj_out": "head.head",
 }
-
-_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True)
-class WanKeys(LoraKeys):
-    """Layers under their names in the original code, which ComfyUI and musubi-tuner have too."""
-
-    def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
-        return Layer(underscored(_original_path(model, module)), (module,))
-
-    def comfyui_key(self, model: ModelFolder, module: str) -> str:
-        return f"diffusion_model.{_original_path(model, module)}"
-
-
-def _original_path(model: ModelFolder, module: str) -> str:
-    match = _BLOCK.fullmatch(module)
-    if match and match[2] in _ADAPTED:
-        return f"blocks.{match[1]}.{_ADAPTED[match[2]]}"
-    if module in _OUTSIDE:
-        return _OUTSIDE[module]
-    raise FamilyError(
-        f"the original code's layout does not include the module {module}",
-        where=str(model.config_file("transformer")),
-        fix="adapt only linear layers of the transformer",
-    )
 
 
 def _require_one_transformer(contents: Mapping[str, Any], index: Path) -> None:
@@ -109,7 +80,13 @@ WAN = FamilySpec(
     ),
     noise=SolverFlowNoise(),
     denoiser_call="families.wan:WanCall",
-    lora=WanKeys(list(_ADAPTED), diffusers_reads_comfyui=True),
+    lora=RenamedKeys(
+        list(_ADAPTED),
+        diffusers_reads_comfyui=True,
+        blocks=("blocks", "blocks"),
+        in_blocks=_ADAPTED,
+        outside=_OUTSIDE,
+    ),
     architecture="wan2.1",
     kohya_version="wan",
     guidance_scale=5.0,

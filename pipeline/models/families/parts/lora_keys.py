@@ -190,6 +190,40 @@ class StackedKeys(LoraKeys):
         return super().comfyui_key(model, module)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RenamedKeys(LoraKeys):
+    """Layers under their names in the original code, which ComfyUI and kohya's tools have too.
+
+    Attributes:
+        blocks: Folder of the blocks, in diffusers and in the original code, such as "transformer_blocks".
+        in_blocks: Names of the original code by path below a block.
+        outside: Names of the original code by path outside of blocks.
+    """
+
+    blocks: tuple[str, str]
+    in_blocks: Mapping[str, str]
+    outside: Mapping[str, str]
+
+    def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
+        return Layer(underscored(self._original_path(model, module)), (module,))
+
+    def comfyui_key(self, model: ModelFolder, module: str) -> str:
+        return f"diffusion_model.{self._original_path(model, module)}"
+
+    def _original_path(self, model: ModelFolder, module: str) -> str:
+        own, original = self.blocks
+        match = re.fullmatch(rf"{own}\.(\d+)\.(.+)", module)
+        if match and match[2] in self.in_blocks:
+            return f"{original}.{match[1]}.{self.in_blocks[match[2]]}"
+        if module in self.outside:
+            return self.outside[module]
+        raise FamilyError(
+            f"the original code's layout does not include the module {module}",
+            where=str(model.config_file("transformer")),
+            fix="adapt only linear layers of the transformer",
+        )
+
+
 def underscored(path: str) -> str:
     """Return kohya's key of a module path."""
     return "lora_unet_" + path.replace(".", "_")
