@@ -1,4 +1,4 @@
-"""The wait policy of OpenMP that launched processes should have, in three minutes on an idle machine.
+"""Steps with several wait policies of OpenMP, in three minutes on an idle machine.
 
 python -m bench.wait_policy
 
@@ -6,8 +6,8 @@ Threads that wait can sleep at once (`OMP_WAIT_POLICY=PASSIVE`) or spin first (`
 are training steps of the race's model in one process and in two, and small steps in four processes, as in
 parallel tests. Each process has two threads.
 
-The rule: PASSIVE stays the default, unless a spin count shortens the step of one process by `MIN_GAIN`, and
-lengthens the steps of several processes by at most `MAX_LOSS`. The one with the shortest step then wins.
+`pipeline.processes.launch` lets threads spin if each has a core of its own. The spin count is the smallest
+with which one process is about as fast as with libgomp's default: it costs the least if other work runs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ LOADS = {
 }
 """Model and number of processes of each load."""
 
-MIN_GAIN, MAX_LOSS = 0.1, 0.1
-
 _EDGES = {"race": 32, "tiny": 8}
 """Edge of each model's latents."""
 
@@ -59,7 +57,7 @@ class Taken:
 
 
 def main() -> None:
-    """Measure all policies in alternation, and print the table and the policy that the rule chooses."""
+    """Measure all policies in alternation, and print the table."""
     if sys.argv[1:2] == [_WORKER]:
         _work(Path(sys.argv[2]))
         return
@@ -87,7 +85,6 @@ def main() -> None:
             for each in (worker for group in workers.values() for worker in group):
                 each.end()
     print("\n".join(table(measured)))
-    print(f"the rule chooses: {choice(measured)}")
 
 
 def measure(workers: Sequence[_Worker], model: str, seconds: float) -> Taken:
@@ -110,22 +107,6 @@ def table(measured: Mapping[str, Mapping[str, Sequence[Taken]]]) -> list[str]:
         ]
         lines.append(f"| {load} | {' | '.join(cells)} |")
     return lines
-
-
-def choice(measured: Mapping[str, Mapping[str, Sequence[Taken]]]) -> str:
-    """Return the policy that the rule in the module's docstring chooses."""
-    ratios = {
-        policy: [
-            _wall_s(of_policy[policy]) / _wall_s(of_policy["PASSIVE"]) for of_policy in measured.values()
-        ]
-        for policy in POLICIES
-    }
-    better = [
-        policy
-        for policy, (alone, *together) in ratios.items()
-        if alone <= 1 - MIN_GAIN and max(together) <= 1 + MAX_LOSS
-    ]
-    return min(better, key=lambda policy: ratios[policy][0], default="PASSIVE")
 
 
 def _wall_s(steps: Sequence[Taken]) -> float:

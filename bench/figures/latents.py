@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from bench.measure import Figure, Sides, Workplace, timed
+from bench.peers.base import make_base
 from bench.workload import Project, photographs
 from demo.tiny_models import make_tiny
 from pipeline.cache.entry_format import KINDS
@@ -35,11 +36,11 @@ def bare_pixels(path: Path, row: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def _cold(place: Workplace) -> Generator[Sides]:
+def _cold(place: Workplace, *, make: Callable[[Path], object] = make_tiny) -> Generator[Sides]:
     import torch
 
-    base, dataset = place.folder / "tiny", place.folder / "photos"
-    make_tiny(base)
+    base, dataset = place.folder / "base", place.folder / "photos"
+    make(base)
     paths = photographs(dataset, 200 if place.full else 60, max_px=4_000_000)
     project = Project.at(place.folder / "project", dataset, base=base, resolution=256)
     project.scan()
@@ -137,6 +138,15 @@ FIGURES = [
         "decode and resize with Pillow on all cores, then the VAE on tensors in memory",
         1.1,
         _cold,
+    ),
+    Figure(
+        "latents cold, SD 1.5",
+        "images",
+        "a launched process fills an empty cache, with the VAE of Stable Diffusion 1.5 at a quarter of its "
+        "channels instead of a tiny one",
+        "decode and resize with Pillow on all cores, then the VAE on tensors in memory",
+        1.0,
+        partial(_cold, make=make_base),
     ),
     Figure(
         "text cold",

@@ -24,13 +24,15 @@ def ahead(
     *,
     threads: int,
     depth: int,
+    in_turns: bool = False,
     timeout_s: float | None = None,
 ) -> Generator[tuple[Item, Future[Result]]]:
     """Yield each item with its finished future, in the order of `items`.
 
     Items are read at most `depth` ahead. `work` runs in a thread; its exceptions are stored in the future. An
     item that takes longer than `timeout_s` gets a `StalledError`, and a new thread replaces the one that
-    hangs.
+    hangs. If `in_turns`, the threads finish `depth` items, rest until the caller has taken them all, and go
+    on with the next `depth` items.
     """
     source = iter(items)
     pool = _ReplaceablePool(work, threads)
@@ -39,9 +41,14 @@ def ahead(
         # Filled to the depth first, then one new item for each that is taken: memory stays bounded.
         pending.extend((item, pool.submit(item)) for item in islice(source, depth))
         while pending:
-            item, future = pending.popleft()
-            yield item, _finished(future, pool, timeout_s)
-            pending.extend((following, pool.submit(following)) for following in islice(source, 1))
+            number = len(pending) if in_turns else 1
+            finished = deque(
+                (item, _finished(future, pool, timeout_s)) for item, future in islice(pending, number)
+            )
+            for _ in range(number):
+                pending.popleft()
+                yield finished.popleft()
+            pending.extend((item, pool.submit(item)) for item in islice(source, number))
     finally:
         for _, future in pending:
             future.cancel()

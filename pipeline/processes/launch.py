@@ -172,18 +172,19 @@ def worker_variables(settings: AccelerateSettings) -> dict[str, str]:
         THREADS_VARIABLE: str(settings.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
         **project_variables(),
-        **_wait_policy(),
+        **_wait_policy(settings),
         **_allocator_settings(),
     }
 
 
-def _wait_policy() -> dict[str, str]:
-    # OpenMP threads that spin while they wait take the cores from other processes, and from the threads that
-    # decode images. With more work than cores, a training step of small layers took 0.16 s with PASSIVE (0.09
-    # s of CPU time), 0.20 s with 2,000 spins, 0.27 s with 5,000, and 1.8 s (1.3 s) with libgomp's default of
-    # 300,000. A machine with idle cores is faster with spinning, see docs/operations.md.
+def _wait_policy(settings: AccelerateSettings) -> dict[str, str]:
     own = {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ}
-    return own or {"OMP_WAIT_POLICY": "PASSIVE"}
+    # OpenMP threads that sleep at once wake up late: a step took 0.29 s with 5,000 spins, and 0.44 s with
+    # none. Without a core for each thread, they take the cores from those that work: with four processes on
+    # two cores, a step took 6 s with libgomp's default of 300,000 spins, 0.13 s with 5,000, and 0.05 s with
+    # none. See docs/operations.md.
+    has_own_cores = settings.num_processes * settings.cpu_threads <= num_cores()
+    return own or ({"GOMP_SPINCOUNT": "5000"} if has_own_cores else {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def _allocator_settings() -> dict[str, str]:
@@ -191,6 +192,12 @@ def _allocator_settings() -> dict[str, str]:
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     supported = sys.platform == "linux"
     return {} if is_set or not supported else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def cpu_threads() -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from pipeline.log import Log
+from pipeline.processes.launch import num_cores
 from pipeline.reporting.progress import progress
 
 Item = TypeVar("Item")
@@ -16,12 +16,6 @@ Result = TypeVar("Result")
 
 ITEMS_PER_THREAD = 32
 """Maximum number of items per thread that are in progress or waiting to be yielded."""
-
-
-def num_threads() -> int:
-    """Return the number of cores that this process may use."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def in_threads(
@@ -37,7 +31,7 @@ def in_threads(
     An exception of `function` is raised here. By default there is one thread per core. `doing` labels the
     progress, such as "images decoded".
     """
-    threads = threads or num_threads()
+    threads = threads or num_cores()
     num_done = 0
     pending: deque[Future[Result]] = deque()
 

@@ -1,10 +1,8 @@
-"""The rule that chooses a wait policy from the measured steps."""
+"""The table of the measured steps."""
 
 from __future__ import annotations
 
-import pytest
-
-from bench.wait_policy import LOADS, POLICIES, Taken, choice, table
+from bench.wait_policy import LOADS, POLICIES, Taken, table
 
 FEW, MANY = [policy for policy in POLICIES if policy != "PASSIVE"]
 
@@ -19,21 +17,6 @@ def measured(few: tuple[float, ...], many: tuple[float, ...]) -> dict[str, dict[
         }
         for number, load in enumerate(LOADS)
     }
-
-
-@pytest.mark.parametrize(
-    ("few", "many", "chosen"),
-    [
-        ((0.95, 1.0, 1.0), (0.92, 1.0, 1.0), "PASSIVE"),  # no gain
-        ((0.85, 1.0, 1.05), (0.7, 1.0, 3.0), FEW),  # the faster one slows parallel tests
-        ((0.85, 1.0, 1.05), (0.7, 1.0, 1.05), MANY),
-        ((0.85, 1.2, 1.0), (0.7, 1.2, 1.0), "PASSIVE"),
-    ],
-)
-def test_a_spin_count_wins_only_if_it_helps_one_process_and_harms_no_others(
-    few: tuple[float, ...], many: tuple[float, ...], chosen: str
-) -> None:
-    assert choice(measured(few, many)) == chosen
 
 
 def test_the_table_has_the_median_step_of_each_load_and_policy() -> None:

@@ -38,6 +38,21 @@ def test_L12_at_most_depth_items_are_in_memory() -> None:
     assert started <= 506
 
 
+def test_threads_that_work_in_turns_rest_while_the_caller_works() -> None:
+    started: list[int] = []
+
+    def work(item: int) -> int:
+        started.append(item)
+        return item
+
+    taken: list[int] = []
+    for _, future in ahead(range(10), work, threads=3, depth=4, in_turns=True):
+        turn = len(taken) // 4
+        assert sorted(started) == list(range(min(10, 4 * (turn + 1))))
+        taken.append(future.result())
+    assert taken == list(range(10))
+
+
 def test_a_failing_item_does_not_affect_the_others() -> None:
     def work(item: int) -> float:
         return 1 / item
@@ -77,7 +92,8 @@ def test_an_error_in_background_work_is_raised_after_earlier_work_finished() -> 
     assert finished_items == [1]
 
 
-def test_L16_work_that_hangs_is_abandoned_and_the_other_items_complete() -> None:
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_L16_work_that_hangs_is_abandoned_and_the_other_items_complete(in_turns: bool) -> None:
     """More items hang than there are threads."""
     never = threading.Event()
 
@@ -86,7 +102,7 @@ def test_L16_work_that_hangs_is_abandoned_and_the_other_items_complete() -> None
             never.wait(60)
         return item * item
 
-    results = list(ahead(range(8), work, threads=2, depth=4, timeout_s=0.5))
+    results = list(ahead(range(8), work, threads=2, depth=4, timeout_s=0.5, in_turns=in_turns))
     never.set()
     stalled = [item for item, future in results if isinstance(future.exception(), StalledError)]
     assert stalled == [1, 2, 3]

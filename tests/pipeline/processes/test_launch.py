@@ -16,6 +16,7 @@ import pytest
 
 from pipeline import errors
 from pipeline.errors import LatentlineError, LaunchError, StoppedError, StoreError, TrainingError
+from pipeline.processes import launch
 from pipeline.processes.launch import (
     ALLOCATOR_VARIABLES,
     OUTPUT_TAIL_LINES,
@@ -167,11 +168,12 @@ def test_the_variables_of_a_launched_process_are_those_of_the_recipe_and_not_of_
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("OWN", "kept")
+    monkeypatch.setattr(launch, "num_cores", lambda: 2)
     settings = AccelerateSettings(cpu_threads=3)
     same_on_all_machines = {
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_WAIT_POLICY": "PASSIVE",  # more threads than cores
         "OMP_NUM_THREADS": "3",
         "LATENTLINE_CPU_THREADS": "3",
         "TOKENIZERS_PARALLELISM": "false",
@@ -436,6 +438,25 @@ def test_the_advice_depends_on_how_a_process_ended(tmp_path: Path, status: int, 
 
 
 @pytest.mark.parametrize(
+    ("num_processes", "cores", "expected"),
+    [
+        (1, 2, {"GOMP_SPINCOUNT": "5000"}),
+        (1, 1, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (2, 3, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (2, 4, {"GOMP_SPINCOUNT": "5000"}),
+    ],
+)
+def test_threads_spin_only_if_each_has_a_core(
+    monkeypatch: pytest.MonkeyPatch, num_processes: int, cores: int, expected: dict[str, str]
+) -> None:
+    for name in WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "num_cores", lambda: cores)
+    variables = worker_variables(AccelerateSettings(num_processes=num_processes, cpu_threads=2))
+    assert {name: variables[name] for name in WAIT_VARIABLES if name in variables} == expected
+
+
+@pytest.mark.parametrize(
     "own",
     [
         {"OMP_WAIT_POLICY": "ACTIVE"},
@@ -448,7 +469,6 @@ def test_a_wait_policy_of_the_user_is_left_as_it_is(
 ) -> None:
     for name in WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert launch_environment(ONE, tmp_path / "error.json")["OMP_WAIT_POLICY"] == "PASSIVE"
     for name, each in own.items():
         monkeypatch.setenv(name, each)
     variables = launch_environment(ONE, tmp_path / "error.json")

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.raw_images.parallel import ITEMS_PER_THREAD, in_threads, num_threads
+from pipeline.processes.launch import num_cores
+from pipeline.raw_images.parallel import ITEMS_PER_THREAD, in_threads
 
 
 @pytest.mark.parametrize("count", [0, 1, ITEMS_PER_THREAD, 7 * ITEMS_PER_THREAD + 3, 2000])
@@ -29,7 +30,7 @@ def test_L12_a_caller_that_stops_early_has_started_only_a_few_items() -> None:
     results = in_threads(work, range(100_000), log=print, doing="items done")
     next(results)
     results.close()
-    assert len(started) <= num_threads() * ITEMS_PER_THREAD
+    assert len(started) <= num_cores() * ITEMS_PER_THREAD
 
 
 @pytest.mark.parametrize("threads", [1, 3])

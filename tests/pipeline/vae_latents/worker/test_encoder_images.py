@@ -20,7 +20,7 @@ from pipeline.errors import ModelError
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry
 from pipeline.models.worker.vae import Posterior
-from pipeline.raw_images.parallel import num_threads
+from pipeline.processes.launch import num_cores
 from pipeline.vae_latents.worker.encoder import LatentEncoder, decode_threads
 from tests.listener import Listener
 
@@ -148,7 +148,7 @@ def test_a_model_whose_latents_overflow_has_the_fix_of_the_stored_dtype(cache: A
     assert excinfo.value.fix == "set latents.dtype to bfloat16 or float32"
 
 
-@pytest.mark.parametrize(("world_size", "threads"), [("1", num_threads()), ("2", max(1, num_threads() // 2))])
+@pytest.mark.parametrize(("world_size", "threads"), [("1", num_cores()), ("2", max(1, num_cores() // 2))])
 def test_the_processes_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, world_size: str, threads: int
 ) -> None:
@@ -161,4 +161,4 @@ def test_each_process_has_at_least_one_thread(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     assert decode_threads() == 1
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert decode_threads() == num_threads()
+    assert decode_threads() == num_cores()
