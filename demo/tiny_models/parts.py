@@ -189,6 +189,13 @@ def flow_schedule(**config: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
+def flow_solver(name: Literal["DPMSolverMultistepScheduler", "UniPCMultistepScheduler"]) -> Any:
+    """Return this multistep solver with the settings of flow matching."""
+    import diffusers
+
+    return getattr(diffusers, name)(flow_shift=3.0, prediction_type="flow_prediction", use_flow_sigmas=True)
+
+
 def clip_vocabulary(words: str = WORDS) -> tuple[dict[str, int], list[str]]:
     """Return (token to id, ordered merges) of a byte-level BPE like CLIP's, in which `</w>` ends each word.
 

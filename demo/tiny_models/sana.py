@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.tiny_models.language import gemma2, write_gemma_tokenizer
-from demo.tiny_models.parts import assemble
+from demo.tiny_models.parts import assemble, flow_solver
 
 _TEXT_WIDTH = 48
 _CHANNELS = 32
@@ -24,13 +24,6 @@ def make_tiny_sana(folder: Path, *, seed: int = 0) -> None:
         folder: Destination, created with its parents; existing files are replaced.
         seed: Seed of the random weights.
     """
-    from diffusers import DPMSolverMultistepScheduler
-
-    solver: dict[str, Any] = {
-        "flow_shift": 3.0,
-        "prediction_type": "flow_prediction",
-        "use_flow_sigmas": True,
-    }
     assemble(
         folder,
         "SanaPipeline",
@@ -38,7 +31,7 @@ def make_tiny_sana(folder: Path, *, seed: int = 0) -> None:
             "vae": _autoencoder,
             "transformer": _transformer,
             "text_encoder": partial(gemma2, width=_TEXT_WIDTH),
-            "scheduler": lambda: DPMSolverMultistepScheduler(**solver),
+            "scheduler": partial(flow_solver, "DPMSolverMultistepScheduler"),
         },
         tokenizers={"tokenizer": write_gemma_tokenizer},
         seed=seed,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.tiny_models.language import umt5
-from demo.tiny_models.parts import assemble, num_t5_tokens, write_t5_tokenizer
+from demo.tiny_models.parts import assemble, flow_solver, num_t5_tokens, write_t5_tokenizer
 
 _TEXT_WIDTH = 32
 _CHANNELS = 16
@@ -24,13 +24,6 @@ def make_tiny_wan(folder: Path, *, seed: int = 0) -> None:
         folder: Destination, created with its parents; existing files are replaced.
         seed: Seed of the random weights.
     """
-    from diffusers import UniPCMultistepScheduler
-
-    solver: dict[str, Any] = {
-        "flow_shift": 3.0,
-        "prediction_type": "flow_prediction",
-        "use_flow_sigmas": True,
-    }
     assemble(
         folder,
         "WanPipeline",
@@ -38,7 +31,7 @@ def make_tiny_wan(folder: Path, *, seed: int = 0) -> None:
             "vae": _vae,
             "transformer": _transformer,
             "text_encoder": partial(umt5, width=_TEXT_WIDTH, num_tokens=num_t5_tokens()),
-            "scheduler": lambda: UniPCMultistepScheduler(**solver),
+            "scheduler": partial(flow_solver, "UniPCMultistepScheduler"),
         },
         tokenizers={"tokenizer": write_t5_tokenizer},
         seed=seed,

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
-from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules, trainable_weights
-from tests.pipeline.trained_lora.runs import outcome, run_until
+from pipeline.trained_lora.worker.adapter.lora import lora_modules
+from tests.pipeline.trained_lora.worker.adapter.random_adapters import (
+    CONVOLUTION,
+    LINEAR,
+    check_runs,
+    random_adapters,
+)
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
-LINEAR = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
-CONVOLUTION = "down_blocks.0.resnets.0.conv1"
-
 
 def layer_of(base: Path, name: str, **settings: Any) -> Any:
     """Return an adapted layer with random weights in its adapter."""
-    family = load_family(base)
-    denoiser = cast("Any", family.denoiser.load("float32", "cpu"))
     lora = LoraSettings(rank=4, alpha=2.0, conv_rank=4, **settings)
-    add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in trainable_weights(denoiser):
-            weight.copy_(torch.randn(weight.shape, generator=draw))
-    return dict(lora_modules(denoiser))[name].train()
+    return dict(lora_modules(random_adapters(base, lora)))[name]
 
 
 def parts(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,19 +102,4 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit_and_recomputed_activations_dr
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=3, lora=DROPOUTS, sample_every=0)
-    whole = project.job()
-    run_until(whole)
-    expected = outcome(whole)
-
-    stopped = project.changed("stopped").job()
-    run_until(stopped, 1)
-    run_until(stopped, start=1)
-    assert outcome(stopped) == expected
-
-    recomputed = project.changed("recomputed", gradient_checkpointing=True).job()
-    run_until(recomputed)
-    assert outcome(recomputed).steps == expected.steps
-
-    plain = project.changed("plain", lora=LoraSettings(rank=4, alpha=2.0)).job()
-    run_until(plain)
-    assert outcome(plain).steps != expected.steps
+    check_runs(project)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,19 +12,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.lora import TimestepRankSettings
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules, trainable_weights
+from pipeline.trained_lora.worker.adapter.lora import lora_modules
 from pipeline.trained_lora.worker.adapter.timestep_ranks import TimestepRanks
-from tests.pipeline.trained_lora.runs import outcome, run_until
+from tests.pipeline.trained_lora.runs import run_until
+from tests.pipeline.trained_lora.worker.adapter.random_adapters import (
+    CONVOLUTION,
+    LINEAR,
+    check_runs,
+    random_adapters,
+)
 
 if TYPE_CHECKING:
     from tests.pipeline.trained_lora.project import Project
 
-LINEAR = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
-CONVOLUTION = "down_blocks.0.resnets.0.conv1"
 RANK, ALPHA = 8, 4.0
 TIMESTEPS = (0, 1, 250, 333, 500, 749, 998, 999)
 
@@ -36,15 +39,7 @@ def ranks_of_the_paper(timestep: float, *, rank: int, min_rank: int, power: floa
 
 def denoiser_of(base: Path) -> nn.Module:
     """Return a denoiser with random weights in the LoRAs of its linear layers and convolutions."""
-    family = load_family(base)
-    denoiser = cast("Any", family.denoiser.load("float32", "cpu"))
-    lora = LoraSettings(rank=RANK, alpha=ALPHA, conv_rank=RANK)
-    add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in trainable_weights(denoiser):
-            weight.copy_(torch.randn(weight.shape, generator=draw))
-    return denoiser.train()
+    return random_adapters(base, LoraSettings(rank=RANK, alpha=ALPHA, conv_rank=RANK))
 
 
 @pytest.mark.parametrize("name", [LINEAR, CONVOLUTION])
@@ -122,22 +117,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_recomputed_activations_have_the_s
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     project = make_project(steps=3, lora=LORA, prediction=prediction)
-    whole = project.job()
-    run_until(whole)
-    expected = outcome(whole)
-
-    stopped = project.changed("stopped").job()
-    run_until(stopped, 1)
-    run_until(stopped, start=1)
-    assert outcome(stopped) == expected
-
-    recomputed = project.changed("recomputed", gradient_checkpointing=True).job()
-    run_until(recomputed)
-    assert outcome(recomputed).steps == expected.steps
-
-    plain = project.changed("plain", lora=LoraSettings(rank=4, alpha=2.0)).job()
-    run_until(plain)
-    assert outcome(plain).steps != expected.steps
+    check_runs(project)
 
 
 def test_samples_of_pure_noise_train_the_first_rank_alone_and_the_file_is_an_ordinary_lora(
