@@ -24,7 +24,9 @@ _DTYPES = MappingProxyType({"F16": "float16", "BF16": "bfloat16", "F32": "float3
 
 _UNET_INPUT = "input_blocks.0.0.weight"
 _FLUX_INPUT = "img_in.weight"
+_WAN_INPUT = "patch_embedding.weight"
 _SD2_TEXT_WIDTH = 1024
+_WAN_CHANNELS = 16
 _REFINER_MARK = "conditioner.embedders.0.model.text_projection"
 _EDM_MARKS = ("edm_mean", "edm_vpred.sigma_max")
 
@@ -40,11 +42,13 @@ class Part:
         prefix: Prefix of its tensors' names.
         dtype: Torch name of a dtype that holds the values of all its tensors without loss.
         others: Other dtypes among its tensors.
+        without: Longer prefixes of other components.
     """
 
     prefix: str
     dtype: str
     others: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,10 @@ def read_contents(file: Path) -> Contents:
     require_unquantized(header, prefix)
     _require_text_to_image(header, layout, prefix)
 
-    unused = {prefix + name for name in layout.unused}
-    denoiser = Part(prefix, *_dtypes(header.with_prefix(prefix), unused))
     parts = {role: part for role, places in layout.parts.items() if (part := _find_part(header, places))}
+    without = tuple(part.prefix for part in parts.values() if part.prefix.startswith(prefix))
+    unused = {prefix + name for name in layout.unused}
+    denoiser = Part(prefix, *_dtypes(header.with_prefix(prefix, without), unused), without)
     converted = (prefix, *(part.prefix for part in parts.values()))
     # A denoiser without a prefix claims every name.
     ignored = _ignored_prefixes(header, converted) if prefix else ()
@@ -147,12 +152,16 @@ def _reference(header: Header, layout: Layout, prefix: str) -> str:
 
 def _require_text_to_image(header: Header, layout: Layout, prefix: str) -> None:
     # These models have the layout of a base model, and some of their inputs or their noise differ.
-    unet_input, flux_input = (header.tensors.get(prefix + name) for name in (_UNET_INPUT, _FLUX_INPUT))
+    unet_input, flux_input, wan_input = (
+        header.tensors.get(prefix + name) for name in (_UNET_INPUT, _FLUX_INPUT, _WAN_INPUT)
+    )
     model = None
     if unet_input is not None and unet_input.shape[1] in (8, 9):
         model = "an inpainting or editing model: its UNet has additional inputs"
     elif flux_input is not None and flux_input.shape[1] in (128, 384) and layout.family == "FLUX.1":
         model = "FLUX.1 Fill, Canny or Depth: its transformer has additional inputs"
+    elif wan_input is not None and wan_input.shape[1] != _WAN_CHANNELS:
+        model = "a Wan model that starts from an image, or the small model of Wan 2.2"
     elif _REFINER_MARK in header.tensors:
         model = "the refiner of Stable Diffusion XL"
     elif any(mark in header.tensors for mark in _EDM_MARKS):

@@ -24,7 +24,7 @@ from pipeline.models.convert.reference import (
     resolve_reference,
 )
 from pipeline.models.convert.schedule import Schedule, choose_schedule, recorded_schedule
-from pipeline.models.diffusers_folder import read_json
+from pipeline.models.diffusers_folder import index_file, read_json
 from pipeline.models.families import detect
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
@@ -189,11 +189,14 @@ def _convert_components(plan: Plan, launch: Launch) -> None:
 
 
 def _component_job(plan: Plan, role: str, part: Part) -> ComponentJob:
-    tensors = plan.contents.header.with_prefix(part.prefix)
+    tensors = plan.contents.header.with_prefix(part.prefix, part.without)
     if role == plan.family.spec.denoiser_name:
         unused = tuple(part.prefix + name for name in plan.contents.layout.unused)
         num_values = sum(tensor.num_values for name, tensor in tensors.items() if name not in unused)
-        return ComponentJob("denoiser", part.prefix, part.dtype, num_values)
+        return ComponentJob("denoiser", part.prefix, part.dtype, num_values, part.without)
+    if role == "text_conditioner":
+        num_values = sum(tensor.num_values for tensor in tensors.values())
+        return ComponentJob("same_names", part.prefix, part.dtype, num_values)
     if role == "vae":
         prefixes = tuple(part.prefix + name for name in _VAE_PARTS)
         num_values = sum(tensor.num_values for name, tensor in tensors.items() if name.startswith(prefixes))
@@ -209,7 +212,12 @@ def _add_other_components(plan: Plan) -> None:
 
     config = plan.schedule.config if plan.schedule else plan.family.scheduler_config
     _write_json(plan.building / "scheduler" / _SCHEDULE_FILE, config)
-    _write_json(plan.building / "model_index.json", _index(plan, config))
+    index = index_file(plan.family.model.path)
+    if plan.family.is_modular:
+        # It has no optional components.
+        shutil.copyfile(index, plan.building / index.name)
+    else:
+        _write_json(plan.building / index.name, _index(plan, config))
 
 
 def _index(plan: Plan, scheduler: Mapping[str, Any]) -> dict[str, Any]:

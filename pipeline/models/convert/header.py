@@ -43,9 +43,13 @@ class Header:
         """Sorted names of all tensors."""
         return tuple(sorted(self.tensors))
 
-    def with_prefix(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors whose names start with `prefix`, by full name."""
-        return {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+    def with_prefix(self, prefix: str, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Return the tensors whose names start with `prefix` and with none of `without`, by full name."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix) and not name.startswith(without)
+        }
 
     def has_any(self, parts: Iterable[str]) -> bool:
         """Return True if one of `parts` occurs in the name of a tensor."""

@@ -10,7 +10,8 @@ from typing import Literal
 
 from pipeline.storage.atomic import write_text
 
-Network = Literal["denoiser", "vae", "text_encoder"]
+Network = Literal["denoiser", "vae", "text_encoder", "same_names"]
+"""How a component is read: by diffusers in three ways, or under the names that it has in diffusers too."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class ComponentJob:
         prefix: Prefix of its tensors' names in the file.
         dtype: Torch name of the dtype in which it is written.
         num_values: Number of values that the network must take from the file; None if unknown.
+        without: Longer prefixes of other components.
     """
 
     network: Network
     prefix: str
     dtype: str
     num_values: int | None = None
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,12 @@ def _load(job: ConversionJob, family: Family, role: str, component: ComponentJob
             pipeline = pipeline_class(family).from_single_file(str(job.file), **common, **others)
             return getattr(pipeline, role)
         tensors = _read_tensors(job, component)
-        return component_class(family, role).from_single_file(tensors, subfolder=role, **common)
+        network_class = component_class(family, role)
+        if component.network == "same_names":
+            network = network_class.from_config(family.model.config(role))
+            network.load_state_dict(tensors, assign=True)
+            return network.to(dtype)
+        return network_class.from_single_file(tensors, subfolder=role, **common)
     except (ValueError, KeyError, IndexError, RuntimeError, SingleFileComponentError) as err:
         reason, *_ = str(err).strip().splitlines() or [type(err).__name__]
         # diffusers leaves a weight that the file lacks as a meta tensor, which torch cannot copy.
@@ -73,8 +78,10 @@ def _read_tensors(job: ConversionJob, component: ComponentJob) -> dict[str, Tens
     """Return the tensors of a component under the names that diffusers recognises, memory-mapped."""
     from safetensors import safe_open
 
+    without = tuple(component.without)
     with safe_open(job.file, framework="pt") as opened:
         names = [name for name in opened.keys() if name.startswith(component.prefix)]  # noqa: SIM118 - no mapping
+        names = [name for name in names if not name.startswith(without)]
         if component.network == "vae":
             return {name: opened.get_tensor(name) for name in names}
         tensors = {name.removeprefix(component.prefix): opened.get_tensor(name) for name in names}

@@ -12,6 +12,7 @@ from pipeline.models.convert.contents import read_contents
 from pipeline.models.convert.convert import Choices, Plan, convert, plan_conversion
 from pipeline.models.convert.job import read_job
 from pipeline.models.convert.worker.components import convert_components
+from pipeline.models.diffusers_folder import index_file
 from pipeline.models.worker.family import WorkerFamily
 from pipeline.processes.launch import Meanwhile
 from tests.pipeline.models.convert.state_dicts import State, weights
@@ -57,6 +58,6 @@ def check_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefi
         for copy in (plan.folder / role).iterdir():
             assert copy.read_bytes() == (model / role / copy.name).read_bytes()
     used = {role for role in family.spec.components if (model / role).is_dir()}
-    assert {each.name for each in plan.folder.iterdir()} == used | {"model_index.json"}
+    assert {each.name for each in plan.folder.iterdir()} == used | {index_file(model).name}
     assert not plan.building.exists()
     return family

@@ -44,7 +44,8 @@ def test_each_layout_is_recognised_by_its_marks(tmp_path: Path, layout, prefix: 
         write(tmp_path / "x.safetensors", named(*(prefix + mark for mark in layout.marks)))
     )
     assert contents.layout == layout
-    assert (contents.denoiser.prefix, contents.denoiser.dtype, contents.parts) == (prefix, "float16", {})
+    assert (contents.denoiser.prefix, contents.denoiser.dtype) == (prefix, "float16")
+    assert set(contents.parts) == ({"text_conditioner"} if layout.name == "Anima" else set())
     assert contents.reference == layout.reference
 
 
@@ -135,6 +136,24 @@ def test_an_unsupported_file_is_an_error_that_names_its_kind(tmp_path: Path, ten
         read_contents(file)
     assert str(file) in excinfo.value.where
     assert excinfo.value.fix
+
+
+@pytest.mark.parametrize("channels", [36, 48])
+def test_wan_for_videos_from_images_and_the_small_wan_2_2_are_errors(tmp_path: Path, channels: int) -> None:
+    layout = next(layout for layout in LAYOUTS if layout.name == "Wan 2.1 of 14 billion weights")
+    tensors = named(*layout.marks) | {"patch_embedding.weight": ("BF16", [5120, channels, 1, 2, 2])}
+    with pytest.raises(ModelError, match="a Wan model that starts from an image"):
+        read_contents(write(tmp_path / "x.safetensors", tensors))
+
+
+def test_wan_has_the_reference_of_its_number_of_blocks(tmp_path: Path) -> None:
+    small = named("head.modulation", "blocks.0.self_attn.q.weight", "blocks.29.self_attn.q.weight")
+    small |= {"patch_embedding.weight": ("BF16", [1536, 16, 1, 2, 2])}
+    contents = read_contents(write(tmp_path / "x.safetensors", small))
+    assert contents.reference == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    large = small | named("blocks.39.self_attn.q.weight")
+    contents = read_contents(write(tmp_path / "y.safetensors", large))
+    assert contents.reference == "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 
 
 def test_flux_fill_is_an_error(tmp_path: Path) -> None:

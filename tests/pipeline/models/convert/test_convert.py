@@ -12,6 +12,7 @@ from demo.tiny_models import sd3 as tiny_sd3_module
 from pipeline.errors import ModelError
 from pipeline.models.convert import convert as convert_module
 from pipeline.models.convert.convert import Choices, convert
+from pipeline.models.diffusers_folder import index_file
 from tests.pipeline.models.convert import transformer_originals, unet_originals
 from tests.pipeline.models.convert.conversion_case import (
     as_file,
@@ -20,7 +21,7 @@ from tests.pipeline.models.convert.conversion_case import (
     planned,
     require_same,
 )
-from tests.pipeline.models.convert.state_dicts import weights
+from tests.pipeline.models.convert.state_dicts import weights, with_prefix
 
 XL = ("unet", "vae", "text_encoder", "text_encoder_2")
 
@@ -62,7 +63,7 @@ def test_stable_diffusion_3_with_all_its_encoders(
     assert family.prediction_type() == "flow"
 
 
-RENAMED = ("FLUX.2 klein", "Qwen-Image 2.1", "Z-Image", "Sana", "AuraFlow", "Krea 2")
+RENAMED = ("FLUX.2 klein", "Qwen-Image 2.1", "Z-Image", "Sana", "AuraFlow", "Krea 2", "Wan 2.1 (image)")
 """One kind per original layout that differs from diffusers'."""
 
 
@@ -81,6 +82,31 @@ def test_a_transformer_gets_its_other_components_from_the_reference(
     state = transformer_originals.TRANSFORMERS[kind](model / "transformer")
     family = check_conversion(model, state, ("transformer",), prefix=prefix)
     assert family.prediction_type() == "flow"
+
+
+@pytest.mark.parametrize("prefix", ["net.", "", "model.diffusion_model."])
+def test_anima_with_its_text_conditioner(model: Path, prefix: str) -> None:
+    TINY["Anima"](model)
+    state = transformer_originals.anima(model / "transformer")
+    state |= with_prefix("llm_adapter.", weights(model / "text_conditioner"))
+    # diffusers removes the position embedder's constants, which files of the original code may have.
+    state |= {"pos_embedder.seq": torch.arange(8.0), "pos_embedder.dim_spatial_range": torch.ones(3)}
+    family = check_conversion(model, state, ("transformer", "text_conditioner"), prefix=prefix)
+    assert family.spec.name == "Anima"
+    index = index_file(model)
+    assert (model.parent / "converted" / index.name).read_bytes() == index.read_bytes()
+
+
+def test_anima_with_a_text_conditioner_of_other_sizes_is_an_error(model: Path) -> None:
+    TINY["Anima"](model)
+    state = transformer_originals.anima(model / "transformer")
+    conditioner = weights(model / "text_conditioner")
+    state |= with_prefix("llm_adapter.", {**conditioner, "norm.weight": torch.ones(3)})
+    plan = planned(as_file(model.parent / "single.safetensors", state, prefix="net."), model)
+    with pytest.raises(ModelError, match="the file's text_conditioner does not match"):
+        convert(plan, launch=convert_in_process)
+    assert not plan.folder.exists()
+    assert not plan.building.exists()
 
 
 @pytest.mark.slow

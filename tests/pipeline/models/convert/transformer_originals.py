@@ -325,23 +325,11 @@ def qwen_image21(folder: Path) -> State:
     return state
 
 
-TRANSFORMERS: dict[str, Callable[[Path], State]] = {
-    "FLUX.2 klein": flux,
-    "FLUX.2 dev": flux,
-    "Qwen-Image": weights,
-    "Qwen-Image 2.1": qwen_image21,
-    "Z-Image": z_image,
-    "Sana": sana,
-    "AuraFlow": aura_flow,
-    "HiDream": weights,
-    "ERNIE-Image": weights,
-    "Krea 2": krea2,
-}
-"""Function that returns the original weights, for each kind that diffusers converts at any width."""
-
-
 def anima(folder: Path) -> State:
-    """Return the weights of Anima's transformer in CircleStone Labs' layout, without the text conditioner."""
+    """Return the weights of Anima's transformer in CircleStone Labs' layout, without the text conditioner.
+
+    The text conditioner has the names of diffusers after `llm_adapter.`.
+    """
     pairs = {
         "transformer_blocks.": "blocks.",
         "attn1.": "self_attn.",
@@ -389,3 +377,19 @@ def wan(folder: Path) -> State:
     state = {replace_all(rename(name, ends), pairs): tensor for name, tensor in weights(folder).items()}
     state["head.modulation"] = state.pop("scale_shift_table")
     return state
+
+
+TRANSFORMERS: dict[str, Callable[[Path], State]] = {
+    "FLUX.2 klein": flux,
+    "FLUX.2 dev": flux,
+    "Qwen-Image": weights,
+    "Qwen-Image 2.1": qwen_image21,
+    "Z-Image": z_image,
+    "Sana": sana,
+    "AuraFlow": aura_flow,
+    "HiDream": weights,
+    "ERNIE-Image": weights,
+    "Krea 2": krea2,
+    "Wan 2.1 (image)": wan,
+}
+"""Function that returns the original weights, for each kind that diffusers converts at any width."""
