@@ -1,7 +1,7 @@
 """Kernels and bytes of a training step, counted on tensors without data: `python -m bench.kernels`.
 
 The step is a forward and a backward pass in bf16 with a LoRA of rank 16, without the optimizer, as
-`bench.operations` counts it: the operators of eager execution. Nothing here has
+`pipeline.memory.worker.operations` counts it: the operators of eager execution. Nothing here has
 been compared with a profiler on a GPU.
 """
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.gpu.configurations import PUBLISHED, Published
-from bench.operations import Work, step_work
 from pipeline.images.geometry import Size
+from pipeline.memory.gpus import Work
+from pipeline.memory.worker.operations import step_work
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import recipe_from_mapping
 from pipeline.trained_lora.worker.memory.training import TrainingForecast

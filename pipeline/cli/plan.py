@@ -17,7 +17,8 @@ from pipeline.maintenance.picture_forecast import PictureForecast
 from pipeline.maintenance.sweep_forecast import SweepForecast
 from pipeline.maintenance.training_forecast import TrainingForecast
 from pipeline.memory.forecast import forecast_memory
-from pipeline.memory.job import Change, MemoryForecast
+from pipeline.memory.gpus import GPUS, gpu_named
+from pipeline.memory.job import Change, ComputedTimes, MemoryForecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.check_specs import PATH_ISOLATION
 from pipeline.storage.tables import Tables
@@ -37,6 +38,12 @@ GIB = 2**30
     type=click.FloatRange(min=1.0),
     metavar="GB",
     help="Memory of the GPU to plan for, such as 24. By default, the memory of this machine's GPU.",
+)
+@click.option(
+    "--card",
+    type=click.Choice([gpu.name for gpu in GPUS], case_sensitive=False),
+    metavar="GPU",
+    help=f"GPU to plan for, with its memory and computed times: {', '.join(gpu.name for gpu in GPUS)}.",
 )
 @click.option(
     "--price",
@@ -61,6 +68,7 @@ def command(  # noqa: PLR0913 - an argument for each option
     *,
     as_json: bool,
     vram: float | None,
+    card: str | None,
     price: float | None,
     continue_run: str | None,
     no_memory: bool,
@@ -80,23 +88,27 @@ def command(  # noqa: PLR0913 - an argument for each option
     its weights. Only these hashes are stored, as fingerprints.json in cache_dir.
 
     The memory forecast is computed from the base model's configuration and needs no GPU. If training does not
-    fit, the forecast names the cheapest changes that make it fit.
+    fit, the forecast names the cheapest changes that make it fit. For some GPUs, the time of a training step
+    and of encoding latents is computed too.
     """
     if no_memory and only_memory:
         raise click.UsageError("--no-memory and --only-memory exclude each other.")
+    if vram is not None and card is not None:
+        raise click.UsageError("--vram and --card exclude each other.")
     if only_memory:
-        memory = forecast_memory(recipe, card_bytes=_card_bytes(vram))
+        memory = forecast_memory(recipe, card_bytes=_card_bytes(vram, card), card=card)
         if as_json:
             give({"memory": asdict(memory)})
         else:
             show_memory(memory)
+            show_times(memory.times, recipe.accelerate.num_processes, steps=recipe.training.steps)
         return
 
     # If paths overlap, the forecast stops before it reads the datasets, and has nothing but this gate.
     tables = Tables(recipe.output_dir, log=log_to_stderr)
     result = forecast(recipe, tables, continue_run=continue_run, log=log_to_stderr)
     is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
-    memory = _memory(recipe, vram) if is_isolated and not no_memory else None
+    memory = _memory(recipe, vram, card) if is_isolated and not no_memory else None
     if as_json:
         values = {**_as_json(result), **_cost(result, price)}
         give({**values, "memory": None if memory is None else asdict(memory)})
@@ -108,18 +120,23 @@ def command(  # noqa: PLR0913 - an argument for each option
         _show_total(result, price)
         if memory is not None:
             show_memory(memory)
+            steps = None if result.training is None else result.training.action.steps_left
+            processes = recipe.accelerate.num_processes
+            show_times(memory.times, processes, images=result.latents.to_make, steps=steps)
     if result.closed:
         sys.exit(1)
 
 
-def _card_bytes(vram: float | None) -> int | None:
-    return None if vram is None else int(vram * GIB)
+def _card_bytes(vram: float | None, card: str | None) -> int | None:
+    gpu = gpu_named(card)
+    gigabytes = vram if gpu is None else gpu.gigabytes
+    return None if gigabytes is None else int(gigabytes * GIB)
 
 
-def _memory(recipe: Recipe, vram: float | None) -> MemoryForecast | None:
+def _memory(recipe: Recipe, vram: float | None, card: str | None) -> MemoryForecast | None:
     # A forecast of entries is useful without a forecast of memory, so this error does not end the command.
     try:
-        return forecast_memory(recipe, card_bytes=_card_bytes(vram))
+        return forecast_memory(recipe, card_bytes=_card_bytes(vram, card), card=card)
     except ModelError as err:
         log_to_stderr(f"{err.what}; {err.fix}")
         return None
@@ -289,7 +306,7 @@ def show_memory(memory: MemoryForecast) -> None:
         echo(f"  {stage.stage:18} {_gib(stage.device_bytes):>10} {_gib(stage.host_bytes):>10}{note}")
 
     if memory.card is None or memory.usable_bytes is None:
-        echo("This machine has no GPU; compare with one of 24 GB with --vram 24.")
+        echo("This machine has no GPU; compare with one by --vram 24 or --card H100.")
     elif memory.change is None:
         echo(f"Training fits into {memory.card}: about {_gib(memory.usable_bytes)} of it are usable.")
     else:
@@ -297,6 +314,31 @@ def show_memory(memory: MemoryForecast) -> None:
         echo(f"Training does not fit into {memory.card}: about {usable} of it are usable.")
         _show_change(memory.change)
     _show_host(memory)
+
+
+def show_times(
+    times: ComputedTimes | None, num_processes: int, *, images: int | None = None, steps: int | None = None
+) -> None:
+    """Print computed times of a latent and a step, and of all `images` and `steps` if they are not None."""
+    if times is None:
+        return
+    echo(f"time, computed for the {times.gpu} and images of {times.height_px} x {times.width_px} px")
+    line = f"  {'encode latents':18} {times.latent_s:.2g} s per image"
+    if images:
+        line += f", {seconds_text(images * times.latent_s / num_processes)} for {counted(images, 'image')}"
+    echo(line)
+
+    if times.step_s is None:
+        echo(f"  {'train':18} not computed with {times.not_counted}")
+        return
+    line = f"  {'train':18} {times.step_s:.2g} s per step"
+    if steps:
+        seconds, lowest, highest = (steps * times.step_s * each for each in (1, times.lowest, times.highest))
+        line += f", {seconds_text(seconds)} for {counted(steps, 'step')}"
+        line += f" (range {seconds_text(lowest)} to {seconds_text(highest)})"
+    echo(line)
+    ratios = f"{times.lowest:g} to {times.highest:g} times"
+    echo(f"  measured and published steps took {ratios} as long as computed, see docs/hardware.md")
 
 
 def _show_host(memory: MemoryForecast) -> None:

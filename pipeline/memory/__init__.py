@@ -1,1 +1,1 @@
-"""Forecast of the memory that a recipe needs on a GPU and on the host, without loading any weights."""
+"""Forecast of the memory and the time that a recipe needs on a GPU, without loading any weights."""

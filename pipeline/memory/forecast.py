@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 ENTRY_MODULE = "pipeline.memory.worker"
 
 
-def forecast_memory(recipe: Recipe, *, card_bytes: int | None = None) -> MemoryForecast:
-    """Return the peak memory of each stage of a recipe, and the changes that make it fit.
+def forecast_memory(
+    recipe: Recipe, *, card_bytes: int | None = None, card: str | None = None
+) -> MemoryForecast:
+    """Return the peak memory of each stage of a recipe, the changes that make it fit, and computed times.
 
-    `card_bytes` is the memory of the GPU to compare with; None for the GPU of this machine, if there is one.
+    `card_bytes` is the memory of the GPU to compare with, and `card` its name in `gpus.GPUS`, if it is there;
+    both are None for the GPU of this machine, if there is one.
 
     Raises:
         DatasetError: The image of an example for a captioning model cannot be used.
@@ -37,7 +40,7 @@ def forecast_memory(recipe: Recipe, *, card_bytes: int | None = None) -> MemoryF
     # No weights are read, so a base model on the Hub is not downloaded, except its configuration files.
     folder, replaced = config_folder(recipe)
     captioners = _captioners(recipe)
-    return forecast_folder(recipe, folder, replaced, card_bytes=card_bytes, captioners=captioners)
+    return forecast_folder(recipe, folder, replaced, card_bytes=card_bytes, card=card, captioners=captioners)
 
 
 def forecast_folder(
@@ -46,12 +49,13 @@ def forecast_folder(
     replaced: Mapping[str, Path],
     *,
     card_bytes: int | None = None,
+    card: str | None = None,
     captioners: Sequence[CaptionerJob] = (),
 ) -> MemoryForecast:
     """Return `forecast_memory` for models in known folders."""
     with tempfile.TemporaryDirectory(prefix="latentline-") as work:
         job_file = Path(work) / "job.json"
-        write_job(MemoryJob(recipe, folder, replaced, card_bytes, captioners), job_file)
+        write_job(MemoryJob(recipe, folder, replaced, card_bytes, captioners, card), job_file)
         LocalLaunch(AccelerateSettings())(ENTRY_MODULE, job_file)
         return read_result(job_file)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.memory.gpus import HIGHEST, LOWEST
 from pipeline.recipe import CaptionSettings, Recipe
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.job import recipe_from_json
@@ -42,6 +43,7 @@ class MemoryJob:
         model_folder: Folder of the base model, which may contain configuration files only.
         component_folders: Folders of the components that replace the model's own, by role.
         card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
+        card: Name of that GPU in `gpus.GPUS`; None if only its memory is known, or for this machine's.
         captioners: Vision-language models that caption images; taggers run on the CPU.
     """
 
@@ -50,6 +52,7 @@ class MemoryJob:
     component_folders: Mapping[str, Path]
     card_bytes: int | None
     captioners: Sequence[CaptionerJob] = ()
+    card: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,33 @@ class Change:
 
 
 @dataclass(frozen=True)
+class ComputedTimes:
+    """Computed times on one GPU. The attributes are keys of `latentline plan --json`.
+
+    Times that were measured or published are between `lowest` and `highest` times the computed ones.
+
+    Attributes:
+        gpu: Name of the GPU in `gpus.GPUS`.
+        height_px: Height of the images, which have the size of the recipe's largest bucket.
+        width_px: Width of the images.
+        latent_s: Seconds to encode the latent of one image.
+        step_s: Seconds of a training step with all its micro-batches; None if it is not computed.
+        not_counted: The recipe's setting because of which `step_s` is None; empty otherwise.
+    """
+
+    gpu: str
+    height_px: int
+    width_px: int
+    latent_s: float
+    step_s: float | None
+    not_counted: str = ""
+    lowest: float = LOWEST
+    highest: float = HIGHEST
+
+
+@dataclass(frozen=True)
 class MemoryForecast:
-    """Memory of a recipe. The attributes are keys of `latentline plan --json`.
+    """Memory and times of a recipe. The attributes are keys of `latentline plan --json`.
 
     Attributes:
         stages: Peak memory of each stage, in the order of a job.
@@ -96,6 +124,7 @@ class MemoryForecast:
         usable_bytes: Part of the GPU's memory that tensors can use.
         change: Cheapest changes that make training fit; None if it fits, or without a GPU.
         machine_bytes: Memory of this machine, or of the container that the forecast ran in.
+        times: Computed times; None for a GPU that is not in `gpus.GPUS`, or without one.
     """
 
     stages: tuple[StageMemory, ...]
@@ -104,6 +133,7 @@ class MemoryForecast:
     usable_bytes: int | None
     change: Change | None
     machine_bytes: int
+    times: ComputedTimes | None = None
 
 
 def write_job(job: MemoryJob, path: Path) -> None:
@@ -113,6 +143,7 @@ def write_job(job: MemoryJob, path: Path) -> None:
         "model_folder": str(job.model_folder),
         "component_folders": {role: str(folder) for role, folder in job.component_folders.items()},
         "card_bytes": job.card_bytes,
+        "card": job.card,
         "captioners": [
             {
                 "captions": each.captions.model_dump_json(),
@@ -143,6 +174,7 @@ def read_job(path: Path) -> MemoryJob:
             )
             for each in values["captioners"]
         ],
+        values["card"],
     )
 
 
@@ -158,4 +190,7 @@ def read_result(job_file: Path) -> MemoryForecast:
     change = values.pop("change")
     if change is not None:
         change = Change(tuple(change["settings"]), change["device_bytes"], change["fits"])
-    return MemoryForecast(stages=stages, change=change, **values)
+    times = values.pop("times")
+    if times is not None:
+        times = ComputedTimes(**times)
+    return MemoryForecast(stages=stages, change=change, times=times, **values)

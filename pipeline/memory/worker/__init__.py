@@ -1,1 +1,1 @@
-"""The part of the memory forecast that needs torch."""
+"""The part of the forecast of memory and time that needs torch."""

@@ -1,4 +1,4 @@
-"""`python -m pipeline.memory.worker <job.json>`: forecast the memory of a recipe."""
+"""`python -m pipeline.memory.worker <job.json>`: forecast the memory and the time of a recipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def main(job_file: Path) -> None:
     watch_parent()
     # The text encoder of Kolors compiles functions that do not accept the meta device.
     os.environ["PYTORCH_JIT"] = "0"
-    with reporter():
+    with reporter() as report:
         from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
         from pipeline.memory.job import read_job, write_result
         from pipeline.memory.worker.stages import forecast_stages
 
-        write_result(forecast_stages(read_job(job_file)), job_file)
+        write_result(forecast_stages(read_job(job_file), report.phase), job_file)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,29 @@ import psutil
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.memory.gpus import gpu_named
 from pipeline.memory.job import CaptionerJob, MemoryForecast, MemoryJob, StageMemory
 from pipeline.memory.worker.captioning import caption_memory
 from pipeline.memory.worker.changes import cheapest_change
 from pipeline.memory.worker.encoding import latents_bytes, text_memory
+from pipeline.memory.worker.times import computed_times
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import emulates_bf16
 from pipeline.trained_lora.worker.memory.resident_blocks import RESERVED_BYTES, largest_size, most_resident
 from pipeline.trained_lora.worker.memory.training import TrainingForecast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipeline.recipe import Recipe
 
 _LATENTS_NOTE = "smaller batches, then tiles, if memory runs out"
 
 
-def forecast_stages(job: MemoryJob) -> MemoryForecast:
-    """Return the memory of the job's recipe.
+def forecast_stages(job: MemoryJob, phase: Callable[[str], None] = lambda text: None) -> MemoryForecast:
+    """Return the memory of the job's recipe, and its times if the GPU's specifications are here.
+
+    `phase` receives what is computed.
 
     Raises:
         ModelError: The model's code does not run on the meta device.
@@ -42,6 +46,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     usable_bytes = None if card_bytes is None else card_bytes - RESERVED_BYTES
     vae_dtype = family.vae_compute_dtype(recipe.latents.compute_dtype)
     text_dtypes = family.text_compute_dtypes(recipe.text.compute_dtype)
+    phase("computing the memory of each stage")
     try:
         vae, latents_device = latents_bytes(family, size, vae_dtype)
         text = text_memory(family, text_dtypes, offload=recipe.text.offload, card_bytes=card_bytes)
@@ -54,6 +59,10 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
             fix="start the training; if memory runs out, the error names settings that need less",
         ) from err
 
+    gpu, times = gpu_named(card), None
+    if gpu is not None:
+        phase("counting the operations of a training step")
+        times = computed_times(family, recipe, training, size, gpu, offload=offload)
     fits = usable_bytes is None or trained.device <= usable_bytes
     return MemoryForecast(
         stages=(
@@ -76,6 +85,7 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
         usable_bytes=usable_bytes,
         change=None if fits or usable_bytes is None else cheapest_change(training, recipe, usable_bytes),
         machine_bytes=machine_bytes(),
+        times=times,
     )
 
 
@@ -145,7 +155,7 @@ def machine_bytes(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 def _card(job: MemoryJob) -> tuple[str | None, int | None]:
     if job.card_bytes is not None:
-        return f"a GPU of {job.card_bytes / 2**30:g} GB", job.card_bytes
+        return job.card or f"a GPU of {job.card_bytes / 2**30:g} GB", job.card_bytes
     if not torch.cuda.is_available():
         return None, None
     return torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from bench.gpu.configurations import PUBLISHED
 from pipeline.cli.main import latentline
-from pipeline.cli.plan import GIB, show_memory
+from pipeline.cli.plan import GIB, show_memory, show_times
 from pipeline.errors import ModelError
-from pipeline.memory.job import Change, MemoryForecast, StageMemory
+from pipeline.memory.job import Change, ComputedTimes, MemoryForecast, StageMemory
 
 TEXT = """\
 datasets: [{{name: photos, path: {folder}/photos}}]
@@ -51,6 +51,20 @@ def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: 
 
 
 @pytest.mark.slow
+def test_plan_computes_times_for_a_named_card(configs: Path) -> None:
+    next(each for each in PUBLISHED if each.name == "Stable Diffusion 1.5").write(configs / "model")
+    arguments = ["plan", "flowers", "--only-memory", "--json", "--card", "rtx 3090"]
+    completed = CliRunner().invoke(latentline, arguments)
+    assert completed.exception is None, completed.output
+    memory = json.loads(completed.stdout)["memory"]
+    assert (memory["card"], memory["card_bytes"]) == ("RTX 3090", 24 * GIB)
+    times = memory["times"]
+    assert (times["gpu"], times["not_counted"]) == ("RTX 3090", "")
+    assert 0.1 < times["step_s"] < 2
+    assert 0.01 < times["latent_s"] < 0.2
+
+
+@pytest.mark.slow
 def test_missing_configuration_files_are_named(configs: Path) -> None:
     folder = next(each for each in PUBLISHED if each.name == "SDXL").write(configs / "model")
     (folder / "unet" / "config.json").unlink()
@@ -64,10 +78,37 @@ def test_the_two_memory_options_exclude_each_other(configs: Path) -> None:
     assert completed.exit_code == 2
 
 
+def test_a_card_has_its_own_memory(configs: Path) -> None:
+    completed = CliRunner().invoke(latentline, ["plan", "flowers", "--card", "H100", "--vram", "24"])
+    assert completed.exit_code == 2
+    assert "--vram and --card exclude each other" in completed.output
+
+
+def test_computed_times_of_a_job_have_the_range_of_the_comparison(capsys: Any) -> None:
+    times = ComputedTimes("RTX 4090", 1024, 768, 0.05, 1.2, lowest=0.5, highest=1.5)
+    show_times(times, 2, images=10_000, steps=1000)
+    title, latents, step, note = capsys.readouterr().out.splitlines()
+    assert title == "time, computed for the RTX 4090 and images of 1024 x 768 px"
+    assert latents == "  encode latents     0.05 s per image, 4 min for 10,000 images"
+    assert step == "  train              1.2 s per step, 20 min for 1,000 steps (range 10 min to 30 min)"
+    assert "0.5 to 1.5 times" in note
+
+    show_times(times, 1)
+    assert "1.2 s per step\n" in capsys.readouterr().out
+
+
+def test_a_time_that_is_not_computed_has_its_reason(capsys: Any) -> None:
+    show_times(None, 1, images=1, steps=1)
+    assert capsys.readouterr().out == ""
+    show_times(ComputedTimes("H100", 512, 512, 0.05, None, "training.quantize: nf4"), 1, images=0, steps=10)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "  train              not computed with training.quantize: nf4"
+
+
 @pytest.mark.parametrize(
     ("card", "change", "line"),
     [
-        (None, None, "compare with one of 24 GB with --vram 24"),
+        (None, None, "compare with one by --vram 24 or --card H100"),
         ("a GPU of 24 GB", None, "Training fits into a GPU of 24 GB: about 23.0 GiB of it are usable."),
         ("a GPU of 24 GB", Change(("a: b",), 20 * GIB, True), "change that fits: a: b (about 20.0 GiB)"),
         ("a GPU of 24 GB", Change(("a: b",), 30 * GIB, False), "which does not fit either"),

@@ -260,6 +260,10 @@ class TrainingForecast:
         denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
         autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
 
+        # As after the optimizer's last step. Adding to gradients of an earlier run would be work too.
+        for network in (denoiser, *text):
+            network.zero_grad()
+
         @contextmanager
         def modes() -> Generator[None]:
             with CudaRules(autocast), forward():

@@ -1,4 +1,4 @@
-"""The work of a training step, counted on tensors without data: kernels, bytes and floating-point operations.
+"""Kernels, bytes and floating-point operations of a training step and of encoding, without any data.
 
 Each operator that reads or writes memory counts as one kernel of eager execution; views and allocations start
 none. Matrix products, convolutions and attention are counted by their operations, all other kernels by the
@@ -7,41 +7,28 @@ bytes of their inputs and outputs. Bytes are a lower bound, because fused RMS no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode  # its documented place, in spite of the name
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.memory.gpus import Work
+from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules
+from pipeline.trained_lora.worker.memory.skeletons import skeleton
+
 if TYPE_CHECKING:
+    from pipeline.images.geometry import Size
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.worker.memory.training import TrainingForecast, Variant
 
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 
 _ATTENTION_BACKWARD = 2.5
 """Operations of a fused attention's backward pass relative to its forward pass: five products for two."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step does.
-
-    Attributes:
-        kernels: Number of kernels, without fused attention and RMS norms.
-        product_flops: Operations of matrix products and convolutions.
-        attention_flops: Operations of fused attention.
-        moved_bytes: Bytes that all other kernels read and write.
-        cast_bytes: Part of `moved_bytes` in copies between dtypes.
-    """
-
-    kernels: int
-    product_flops: int
-    attention_flops: int
-    moved_bytes: int
-    cast_bytes: int
 
 
 class Operations(TorchDispatchMode):
@@ -61,8 +48,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        inputs = list(_tensors((args, list((kwargs or {}).values()))))
+        outputs = list(_tensors(result))
         if not outputs or func.is_view or name in _ALLOCATIONS or all(each.numel() == 0 for each in outputs):
             return result
 
@@ -96,8 +83,26 @@ class Attention(TorchFunctionMode):
         return func(*args, **given)
 
 
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments or results of an operator, also of lists of tensors."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _tensors(each)
+
+
 def step_work(forecast: TrainingForecast, variant: Variant) -> Work:
     """Return the work of a training step whose base weights are not packed, without the optimizer."""
     operations = Operations()
     forecast.run_step(variant, all_passes=operations, forward=lambda: operations.attention)
     return operations.work(num_forward=2 if variant.checkpointing else 1, has_backward=True)
+
+
+def latent_work(family: WorkerFamily, size: Size, dtype: str) -> Work:
+    """Return the work of encoding one image of this size by a VAE in `dtype`."""
+    vae, operations = skeleton(family, "vae", dtype), Operations()
+    pixels = torch.empty(1, 3, size.height, size.width, device="meta")
+    with operations, CudaRules(None), operations.attention:
+        family.vae.posterior(vae, pixels)
+    return operations.work()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.operations import Operations
+from pipeline.memory.worker.operations import Operations
 from pipeline.trained_lora.worker.memory.cuda_rules import CudaRules
 
 
