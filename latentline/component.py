@@ -1,6 +1,5 @@
 """The component `latentline.LoraRecipe`: the definitions of one recipe in a Dagster project."""
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -44,7 +43,7 @@ from pipeline.errors import LatentlineError, RecipeError
 from pipeline.escaping import printable_lines
 from pipeline.recipe import BrokenRecipe, Recipe, recipes_dir
 from pipeline.recipe.deployment import load_deployment
-from pipeline.recipe.project import MARKER, PROJECT_VARIABLE
+from pipeline.recipe.project import MARKER, use_project
 from pipeline.reporting.terminal import find_terminal
 from resources.recipe_executor import recipe_executor
 
@@ -74,9 +73,9 @@ class LoraRecipeScaffolder(Scaffolder[NewRecipe]):
         from pipeline.cli.new import command as new
 
         root, name = request.project_root or Path.cwd(), request.target_path.name
-        os.environ.setdefault(PROJECT_VARIABLE, str(root))
         options = {"images": str(root / "data" / name), **request.params.model_dump(exclude_none=True)}
         try:
+            use_project(root)
             arguments = [f"--{option}={value}" for option, value in options.items()]
             new.main([name, *arguments], "latentline new", standalone_mode=False)
         except (LatentlineError, click.ClickException) as err:
@@ -123,9 +122,10 @@ class LoraRecipe(Component, Model, Resolvable):
         Raises:
             RecipeError: Two components have recipes of one name; the path of the recipe is relative; Dagster
                 does not list this component; or `LATENTLINE_STRICT` is set, and the recipe has mistakes.
+            FileAccessError: The process has loaded the recipes of another project.
         """
-        # Workers of a run inherit it, and the working directory of a code server may be anywhere.
-        os.environ.setdefault(PROJECT_VARIABLE, str(context.project_root))
+        # The working directory of a code server may be anywhere.
+        use_project(context.project_root)
 
         # Undocumented: a component has no public way to find the others of its project.
         files = [each.recipe for each in context.component_tree.get_all_components(LoraRecipe)]

@@ -19,13 +19,17 @@ MARKER = ".latentline-project"
 _CODE_ROOT = Path(__file__).resolve().parents[2]
 """A checkout, or the folder of installed packages."""
 
+_used = set[Path]()
+"""The folder that `use_project` has chosen for this process; at most one."""
+
 
 @cache
 def project_root() -> Path:
     """Return the folder where relative paths in a recipe start.
 
-    It is the folder in `LATENTLINE_PROJECT`, or else the nearest of the working directory and its parents
-    that `latentline init` has written, or else the checkout that contains this file.
+    It is the folder in `LATENTLINE_PROJECT`, or else the one of `use_project`, or else the nearest of the
+    working directory and its parents that `latentline init` has written, or else the checkout that contains
+    this file.
 
     Raises:
         FileAccessError: There is no such folder.
@@ -38,6 +42,8 @@ def project_root() -> Path:
                 where=f"environment variable {PROJECT_VARIABLE}",
                 fix="correct the path, or unset the variable and work in the project folder",
             )
+        return folder
+    for folder in _used:
         return folder
     is_checkout = (_CODE_ROOT / "pyproject.toml").is_file()
     here = Path.cwd()
@@ -52,6 +58,26 @@ def project_root() -> Path:
         where=str(here),
         fix=f"latentline init FOLDER creates one; work in it, or set {PROJECT_VARIABLE} to an existing one",
     )
+
+
+def use_project(folder: Path) -> None:
+    """Use `folder` as the project root of this process, unless `LATENTLINE_PROJECT` names one for all.
+
+    Raises:
+        FileAccessError: The process has another project root.
+    """
+    if os.environ.get(PROJECT_VARIABLE):
+        return
+    # All code of a process has one root: with two, the second project would write into the first one.
+    if project_root.cache_info().currsize == 0:
+        _used.add(folder.absolute())
+    if project_root().resolve() != folder.resolve():
+        raise FileAccessError(
+            f"this process already reads the recipes of another project folder: {project_root()}",
+            where=str(folder),
+            fix="load each project in a process of its own, such as a code location of its own; or set "
+            f"{PROJECT_VARIABLE} to the folder where the relative paths of all recipes start",
+        )
 
 
 def project_variables() -> dict[str, str]:

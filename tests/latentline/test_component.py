@@ -238,6 +238,56 @@ def test_the_package_names_the_component_without_importing_dagster() -> None:
     assert completed.stdout == "['LoraRecipe', '__version__'] False\n"
 
 
+TWO_PROJECTS = """
+import json, shutil, sys, warnings
+from dagster.components.testing import create_defs_folder_sandbox as sandbox
+from latentline import LoraRecipe
+from pipeline.recipe import project_root
+
+warnings.simplefilter("ignore")
+options, errors = {"images": sys.argv[1]}, []
+with sandbox() as first, sandbox() as second:
+    first.scaffold_component(LoraRecipe, "flowers", options)
+    try:
+        second.scaffold_component(LoraRecipe, "roses", options)
+    except Exception as err:
+        errors.append(str(err))
+    shutil.copytree(first.project_root / "configs", second.project_root / "configs")
+    shutil.copytree(first.defs_folder_path, second.defs_folder_path, dirs_exist_ok=True)
+    for project in (first, second, first):
+        try:
+            with project.build_all_defs() as defs:
+                defs.resolve_job_def("flowers_train")
+        except Exception as err:
+            errors.append(str(err.__cause__))
+    roots = [str(each.project_root) for each in (first, second)]
+    files = sorted(each.name for each in (first.project_root / "configs").iterdir())
+    print(json.dumps([roots, str(project_root()), files, errors]))
+"""
+
+
+def test_a_process_uses_the_folder_of_its_project_and_refuses_a_second_one(
+    tmp_path: Path, photos_once: Path
+) -> None:
+    """Relative paths of all recipes in a process start at one folder: both would write into the first."""
+    removed = ("LATENTLINE_PROJECT", "LATENTLINE_CONFIGS")
+    variables = {name: value for name, value in os.environ.items() if name not in removed}
+    completed = subprocess.run(
+        [sys.executable, "-c", TWO_PROJECTS, str(photos_once)],
+        cwd=tmp_path,
+        env={**variables, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    (first, second), used, files, errors = json.loads(completed.stdout.splitlines()[-1])
+    assert (used, files) == (first, ["flowers.yaml"])
+    what = f"this process already reads the recipes of another project folder: {first}\n"
+    assert [error.startswith(f"{what}  where: {second}\n") for error in errors] == [True, True], errors
+    assert "a code location of its own" in errors[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_dg_scaffolds_checks_lists_and_launches_two_recipes(tmp_path: Path, photos_once: Path) -> None:
