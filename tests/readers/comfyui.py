@@ -18,6 +18,7 @@ from torch import nn
 from pipeline.trained_lora.export.lora_files import Layout
 from tests.pipeline.models.convert.state_dicts import State, weights, with_prefix
 from tests.pipeline.models.convert.transformer_originals import (
+    anima,
     aura_flow,
     flux,
     ideogram4,
@@ -25,6 +26,7 @@ from tests.pipeline.models.convert.transformer_originals import (
     lumina2,
     qwen_image21,
     sd3_transformer,
+    wan,
     z_image,
 )
 from tests.pipeline.models.convert.unet_originals import unet
@@ -51,6 +53,11 @@ class _Model(NamedTuple):
     clips: tuple[str, str] | None = None
     encoders: Mapping[str, str] = {}
     sizes: Mapping[str, Any] = {}
+
+
+def _anima(folder: Path) -> State:
+    """Return the transformer, and the text conditioner by which ComfyUI detects Anima."""
+    return anima(folder) | with_prefix("llm_adapter.", weights(folder.parent / "text_conditioner"))
 
 
 _Z_IMAGE_SIZES = {
@@ -95,6 +102,8 @@ MODELS = {
     "Krea 2": _Model("Krea2", krea2),
     "Ideogram 4": _Model("Ideogram4", ideogram4),
     "Kandinsky 5 (image)": _Model("Kandinsky5Image", weights),
+    "Anima": _Model("Anima", _anima, sizes={"num_heads": 2, "num_blocks": 2}),
+    "Wan 2.1 (image)": _Model("WAN21_T2V", wan, sizes={"num_heads": 2, "freq_dim": 32, "text_dim": 32}),
 }
 """Models that ComfyUI can load, by kind. It has no code for Sana, CogView4 and Bria FIBO."""
 

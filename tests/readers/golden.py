@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,20 @@ class Golden:
         reader: The reader's name for people.
         version: Version and commit of its code.
         maps: Key map by kind of model, as in `demo.tiny_models.TINY`.
+        other_versions: Version of its code by kind of model, for maps of another version.
     """
 
     reader: str
     version: str
     maps: dict[str, KeyMap]
+    other_versions: dict[str, str] = field(default_factory=dict[str, str])
+
+    def with_maps(self, maps: dict[str, KeyMap], version: str) -> Golden:
+        """Return these key maps with others from some version of the reader's code."""
+        others = {kind: each for kind, each in self.other_versions.items() if kind not in maps}
+        if version != self.version:
+            others |= dict.fromkeys(maps, version)
+        return replace(self, maps={**self.maps, **maps}, other_versions=others)
 
 
 def load(reader: str) -> Golden:
@@ -43,7 +52,7 @@ def load(reader: str) -> Golden:
         kind: {module: _from_json(entry) for module, entry in _resolved(models, kind).items()}
         for kind in models
     }
-    return Golden(stored["reader"], stored["version"], maps)
+    return Golden(stored["reader"], stored["version"], maps, stored.get("other_versions", {}))
 
 
 def save(reader: str, golden: Golden) -> None:
@@ -59,6 +68,8 @@ def save(reader: str, golden: Golden) -> None:
         lines.append(f"  {json.dumps(kind)}: " + (json.dumps(same) if same != kind else f"{{\n{text}\n  }}"))
 
     head = f' "reader": {json.dumps(golden.reader)},\n "version": {json.dumps(golden.version)},\n'
+    if golden.other_versions:
+        head += f' "other_versions": {json.dumps(golden.other_versions)},\n'
     text = "{\n" + head + ' "models": {\n' + ",\n".join(lines) + "\n }\n}\n"
     (FOLDER / f"{reader}.json").write_text(text, encoding="utf-8")
 

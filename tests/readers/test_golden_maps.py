@@ -161,8 +161,9 @@ def test_the_page_on_families_states_what_the_readers_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     section = page.split("## LoRA files in other programs\n", 1)[1].split("\n## ", 1)[0]
     for stored in MAPS.values():
-        version, commit = re.fullmatch(r"(\S+), commit ([0-9a-f]{40})", stored.version).groups()  # type: ignore[union-attr]
-        assert re.search(rf"{stored.reader}\s{version}\s\((commit )?{commit[:7]}\)", section), stored.reader
+        for each in (stored.version, *stored.other_versions.values()):
+            version, commit = re.fullmatch(r"(\S+), commit ([0-9a-f]{40})", each).groups()  # type: ignore[union-attr]
+            assert re.search(rf"{stored.reader}\s{version}\s\((commit )?{commit[:7]}\)", section), each
 
     kinds = dict.fromkeys(kind for stored in MAPS.values() for kind in stored.maps)
     rows = [
