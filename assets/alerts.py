@@ -21,13 +21,13 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.names import ATTEMPT_TAG, IMPLICIT_JOB
 from assets.new_warnings import new_warnings
 from assets.recipe_runs import is_recipe_run, selected_assets
 from pipeline.errors import counted
 from pipeline.recipe import BrokenRecipe, Recipe
 from resources.failures import Problem, has_closed_gate
-from resources.run_summary import summarize_run
+from resources.run_names import ATTEMPT_TAG, named_job
+from resources.run_problems import run_problems
 from resources.webhook import Alert, send, webhook
 
 AUTO_RETRY_TAG = "dagster/auto_retry_run_id"
@@ -133,8 +133,7 @@ def is_retried(
 
 def failure_alert(instance: DagsterInstance, run: DagsterRun, recipes: Sequence[Recipe]) -> Alert:
     """Return what, where and fix of each failed step, or of what ended the run between two steps."""
-    # Reports at an address would be fetched for a minute if the run failed because the address is away.
-    problems = summarize_run(instance, run.run_id, recipes, problems_only=True).problems
+    problems = run_problems(instance, run.run_id, recipes).problems
     title = f"{_title(run)} failed"
     # A run that a person executes again has the tags of the first one.
     attempt = None if _is_manual(instance, run) else run.tags.get(ATTEMPT_TAG)
@@ -173,10 +172,8 @@ def warning_alert(instance: DagsterInstance, run: DagsterRun) -> Alert | None:
 
 
 def _title(run: DagsterRun) -> str:
-    if run.job_name != IMPLICIT_JOB:
-        return run.job_name
     keys = sorted(key.to_user_string() for key in selected_assets(run))
-    return _listed(keys) or run.job_name
+    return named_job(run) or _listed(keys) or run.job_name
 
 
 def _listed(names: Sequence[str]) -> str:

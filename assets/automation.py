@@ -23,7 +23,6 @@ from dagster import (
 
 from assets.code_version import ALGORITHM_VERSIONS
 from assets.location import Location
-from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from assets.recipe_runs import find_active_run, has_run_since, runs_since
 from assets.sensor_state import RETRY_DELAYS_S, SensorState
 from assets.sources import (
@@ -40,6 +39,7 @@ from pipeline.recipe import RecacheSettings, Recipe, load_recipe
 from pipeline.recipe.cron import spread_cron
 from pipeline.recipe.load import require_own_output
 from resources.dead_runs import end_dead_runs
+from resources.run_names import ATTEMPT_TAG, RECIPE_TAG
 
 DEAD_RUNS_S = 30
 """Seconds between two searches for dead runs."""

@@ -13,9 +13,10 @@ from dagster import (
     RunsFilter,
 )
 
-from assets.names import RECIPE_TAG
 from assets.recipe_runs import continued_runs, selected_assets
 from resources.failures import Problem
+from resources.run_events import run_entries
+from resources.run_names import RECIPE_TAG
 
 _MAX_COMPARED = 100
 """Maximum number of earlier runs, all of them with an asset in question, whose evaluations are read.
@@ -86,10 +87,8 @@ def _evaluations(
     """
     results: dict[tuple[str, str], Problem | None] = {}
     for record in runs:
-        # Undocumented: no public call returns the events of one run.
-        for entry in instance.all_logs(
-            record.dagster_run.run_id, of_type=DagsterEventType.ASSET_CHECK_EVALUATION
-        ):
+        run_id = record.dagster_run.run_id
+        for entry in run_entries(instance, run_id, DagsterEventType.ASSET_CHECK_EVALUATION):
             assert entry.dagster_event is not None
             evaluation = entry.dagster_event.asset_check_evaluation_data
             asset = evaluation.asset_key.to_user_string()

@@ -22,7 +22,7 @@ from assets.captions import build_captions
 from assets.diagnosis import build_diagnosis
 from assets.evaluation import build_evaluation
 from assets.location import Location
-from assets.names import AFTER_CACHE, RECIPE_TAG, asset_key
+from assets.names import AFTER_CACHE, asset_key
 from assets.raw_images import build_raw_images
 from assets.sweep import build_sweep
 from assets.text_embeddings import build_text_embeddings
@@ -35,6 +35,7 @@ from pipeline.recipe import BrokenRecipe, Recipe
 from pipeline.recipe.schema import RESERVED_NAMES
 from pipeline.storage.needed_columns import ALL_INPUTS, STAGE_INPUTS
 from resources.failures import errors_as_failures
+from resources.run_names import RECIPE_TAG
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 CACHE_ASSETS = (

@@ -15,10 +15,12 @@ from dagster import (
     RunsFilter,
 )
 
-from assets.names import AFTER_CACHE, IMPLICIT_JOB, RECIPE_TAG, asset_key
+from assets.names import AFTER_CACHE, asset_key
 from pipeline.recipe import Recipe
 from pipeline.storage.needed_columns import STAGE_INPUTS
 from resources.failures import has_closed_gate
+from resources.run_events import run_entries
+from resources.run_names import IMPLICIT_JOB, RECIPE_TAG
 from resources.run_worker import has_machine
 from resources.step_names import step_name
 from resources.tables import RECIPE
@@ -173,8 +175,8 @@ def _is_lost(instance: DagsterInstance, run: DagsterRun) -> bool:
         return False
 
     # Dagster stores the plan of assets and checks with a run. The time of the creation is not used, because
-    # PostgreSQL stores it in its own time zone. Undocumented: no public call returns the events of one run.
-    times = [entry.timestamp for entry in instance.all_logs(run.run_id)]
+    # PostgreSQL stores it in its own time zone.
+    times = [entry.timestamp for entry in run_entries(instance, run.run_id)]
     return bool(times) and max(times) < time.time() - LONGEST_START_S
 
 

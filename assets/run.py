@@ -66,7 +66,7 @@ def _run(
             summary = _execute(recipe_file, job_name, command, continue_run, interrupts)
     except Exception as err:
         from resources.problems import REPORT, error_problem
-        from resources.run_summary import write_parts
+        from resources.written_summary import write_parts
 
         problem = error_problem(err, command)
         traces = [traceback.format_exc().rstrip()] if REPORT in problem.fix else []
@@ -75,7 +75,7 @@ def _run(
             write_result(Path(result_file), [problem], [])
         return FAILED_STATUS
 
-    from resources.run_summary import write_summary
+    from resources.written_summary import write_summary
 
     write_summary(summary)
     if result_file is not None:

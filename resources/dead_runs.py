@@ -18,6 +18,7 @@ from dagster import (
     RunsFilter,
 )
 
+from resources.run_events import run_entries
 from resources.run_worker import (
     MACHINE_TAG,
     PID_NAMESPACE_TAG,
@@ -79,9 +80,7 @@ def _dead_process(instance: DagsterInstance, run: DagsterRun) -> int | None:
     if locked is None and run.tags.get(PID_NAMESPACE_TAG, namespace) != namespace:
         return None
 
-    # Undocumented: no public call returns the events of one run.
-    events = instance.all_logs(run.run_id, of_type=DagsterEventType.ENGINE_EVENT)
-    for event in reversed(events):
+    for event in reversed(run_entries(instance, run.run_id, DagsterEventType.ENGINE_EVENT)):
         if (pid := _process_id(event)) is not None:
             is_dead = locked is False or not _lived_at(pid, event.timestamp)
             return pid if is_dead else None

@@ -20,6 +20,7 @@ from pipeline.errors import GateClosedError, LatentlineError, PathIsolationError
 from pipeline.log import WARNING, Log, discard
 from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.retry import is_transient
+from resources.run_events import run_entries
 
 _PARTS = ("what", "where", "fix")
 
@@ -86,8 +87,7 @@ def _failure(err: LatentlineError, recipe: str) -> Failure:
 
 def has_closed_gate(instance: DagsterInstance, run_id: str) -> bool:
     """Return whether a gate has stopped the run."""
-    # Undocumented: no public call returns the events of one run.
-    failures = instance.all_logs(run_id, of_type=DagsterEventType.STEP_FAILURE)
+    failures = run_entries(instance, run_id, DagsterEventType.STEP_FAILURE)
     return any(_kind(entry.get_dagster_event()) in _CLOSED_GATES for entry in failures)
 
 

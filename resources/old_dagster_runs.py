@@ -12,8 +12,8 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 from pipeline.errors import counted
 from pipeline.escaping import json_text
+from resources.run_names import RECIPE_TAG
 from resources.run_worker import MACHINE_TAG
-from resources.tables import RECIPE
 
 ENDED = (DagsterRunStatus.SUCCESS, DagsterRunStatus.FAILURE, DagsterRunStatus.CANCELED)
 
@@ -41,7 +41,7 @@ def old_runs(instance: DagsterInstance, num_kept: int) -> list[DagsterRun]:
 def _is_of_recipes(run: DagsterRun) -> bool:
     # Executed runs of recipes have the machine, and those of the recipes' jobs their recipe. Recipes have no
     # partitions: the run of a partition also holds the state of somebody else's asset.
-    return not {RECIPE, MACHINE_TAG}.isdisjoint(run.tags) and _PARTITION_TAG not in run.tags
+    return not {RECIPE_TAG, MACHINE_TAG}.isdisjoint(run.tags) and _PARTITION_TAG not in run.tags
 
 
 def _needed_runs(instance: DagsterInstance) -> set[str]:

@@ -23,9 +23,9 @@ from dagster import (
 from resources.blocked_executor import end_waits_at_signals
 from resources.open_databases import open_databases
 from resources.problems import INTERRUPTIONS
-from resources.run_summary import print_summary
 from resources.run_worker import end_with_code_server, lock_run, record_machine
 from resources.step_names import step_asset
+from resources.written_summary import print_summary
 
 if TYPE_CHECKING:
     from dagster import InitExecutorContext

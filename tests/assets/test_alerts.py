@@ -23,9 +23,9 @@ from dagster._core.execution.api import execute_run
 
 from assets.alerts import RETRY_WAIT_S, failure_alert, is_retried, warning_alert
 from assets.definitions import build_definitions
-from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.errors import RecipeError
 from pipeline.recipe import BrokenRecipe, Recipe
+from resources.run_names import ATTEMPT_TAG, RECIPE_TAG
 from resources.run_summary import summarize_run
 from tests.assets.nightly_job import JOB, Location, recipe_with_images
 from tests.webhook_server import Received, webhook_server

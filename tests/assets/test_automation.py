@@ -18,10 +18,10 @@ from dagster import (
 )
 
 from assets.automation import recache_schedule
-from assets.names import RECIPE_TAG
 from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import load_recipe
+from resources.run_names import RECIPE_TAG
 from tests.assets.ticks import ENABLED, Ticks, recipe, repository_of
 from tests.small_recipe import small_recipe
 

@@ -12,9 +12,10 @@ import pytest
 from dagster import AssetKey
 
 from assets.definitions import build_definitions, defs
-from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG
+from assets.names import DEFAULT_RUN_CONFIG
 from pipeline.errors import RecipeError
 from pipeline.recipe.check_specs import PATH_ISOLATION, SPECS
+from resources.run_names import RECIPE_TAG
 from tests.small_recipe import small_recipe
 
 DATASETS_WITH_ALL = [

@@ -21,11 +21,11 @@ from dagster._core.events import AssetMaterializationPlannedData
 from dagster._core.execution.api import create_execution_plan, execute_run
 
 from assets import recipe_runs, sensor_state
-from assets.names import RECIPE_TAG
 from assets.recipe_runs import IN_PROGRESS, find_active_run, is_recipe_run
 from assets.sensor_state import RETRY_DELAYS_S
 from pipeline.recipe import load_recipe
 from resources.failures import has_closed_gate
+from resources.run_names import RECIPE_TAG
 from tests.assets.ticks import ENABLED, Ticks, empty_job, recipe, repository_of
 from tests.small_recipe import small_recipe
 

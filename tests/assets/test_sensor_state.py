@@ -12,8 +12,8 @@ from dagster import (
 )
 
 from assets import sensor_state
-from assets.names import RECIPE_TAG
 from assets.sensor_state import SensorState
+from resources.run_names import RECIPE_TAG
 from tests.assets.ticks import ENABLED, Ticks, empty_job, repository_of
 from tests.small_recipe import small_recipe
 

@@ -13,8 +13,8 @@ from dagster import (
 )
 
 from assets.definitions import build_definitions
-from assets.names import ATTEMPT_TAG, RECIPE_TAG
 from pipeline.recipe import Recipe
+from resources.run_names import ATTEMPT_TAG, RECIPE_TAG
 from tests.small_recipe import small_recipe
 
 ENABLED = {"enabled": True}

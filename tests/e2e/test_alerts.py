@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dagster import DagsterInstance, job
 
-from assets.names import RECIPE_TAG
+from resources.run_names import RECIPE_TAG
 from tests.e2e.daemon import make_home, running, until
 from tests.webhook_server import webhook_server
 

@@ -1,4 +1,4 @@
-"""What, where and fix of an error that ended a command; test_run_summary.py has those of steps and runs."""
+"""What, where and fix of an error that ended a command; test_run_problems.py has those of steps and runs."""
 
 import re
 import shutil
