@@ -23,7 +23,7 @@ from dagster import (
 
 from assets.code_version import ALGORITHM_VERSIONS
 from assets.location import Location
-from assets.recipe_runs import find_active_run, has_run_since, runs_since
+from assets.recipe_runs import cached_versions, find_active_run, runs_since
 from assets.sensor_state import RETRY_DELAYS_S, SensorState
 from assets.sources import (
     base_model,
@@ -135,9 +135,7 @@ def _after_listing(
 ) -> tuple[SensorState, str | None, int]:
     """Return the state after a complete listing, why no run is due or None, and the number of failed runs."""
     now = time.time()
-    # Somebody may have started it while the files or the recipe were different.
-    if state.handled is not None and has_run_since(context.instance, recipe, state.handled_s):
-        state = replace(state, handled=None)
+    state = state.after_tables(cached_versions(context.instance, recipe), now=now)
     state, skip_reason = state.settle(_state(recipe, state.listed), now=now)
     if skip_reason is not None:
         return state, skip_reason, 0

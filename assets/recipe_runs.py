@@ -1,5 +1,7 @@
 """Runs of recipes in Dagster's instance: which are in progress, and how the last ones have ended."""
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from dagster import (
 )
 
 from assets.names import AFTER_CACHE, asset_key
+from assets.sources import DATA_VERSION_TAG
 from pipeline.recipe import Recipe
-from pipeline.storage.needed_columns import STAGE_INPUTS
+from pipeline.storage.needed_columns import ALL_INPUTS, STAGE_INPUTS
 from resources.failures import has_closed_gate
 from resources.run_events import run_entries
 from resources.run_names import IMPLICIT_JOB, RECIPE_TAG
@@ -46,6 +49,9 @@ _SELECTED_STEPS_TAG = "dagster/step_selection"
 
 LONGEST_START_S = 600.0
 """Seconds after which a run that was created and has neither begun nor been queued counts as lost."""
+
+_COUNTS = ("in", "rejected")
+"""Metadata entries with the numbers of images that a stage has received, and that its table lacks."""
 
 _MAX_RUNS = 100
 """Number of a recipe's newest runs among which a tick looks for the ones since a change."""
@@ -103,12 +109,6 @@ def runs_since(
     return None, list(failed.values())
 
 
-def has_run_since(instance: DagsterInstance, recipe: Recipe, since: float) -> bool:
-    """Return whether a run of one of the recipe's jobs began after `since`."""
-    records = instance.get_run_records(RunsFilter(tags={RECIPE_TAG: recipe.name}), limit=_MAX_RUNS)
-    return any(_began_s(record) > since for record in records)
-
-
 def _began_s(record: RunRecord) -> float:
     # The creation is the last resort: PostgreSQL stores it in its own time zone.
     return record.start_time or record.end_time or record.create_timestamp.timestamp()
@@ -133,6 +133,24 @@ def continued_runs(instance: DagsterInstance, record: RunRecord) -> list[RunReco
 def _is_from_failure(run: DagsterRun) -> bool:
     is_copied = _SELECTED_STEPS_TAG in run.tags
     return _FROM_FAILURE_TAG in run.tags or (_FROM_ASSET_FAILURE_TAG in run.tags and not is_copied)
+
+
+def cached_versions(instance: DagsterInstance, recipe: Recipe) -> str:
+    """Return 16 hex digits over the latest tables and cache entries of the recipe, and what they left out."""
+    # Also the assets that only some recipes have: the recipe in its file may be another one than in its run.
+    keys = [asset_key(recipe, name) for name in ALL_INPUTS if name not in AFTER_CACHE]
+    entries = [record.asset_entry.last_materialization for record in instance.get_asset_records(keys)]
+    tables = [entry.asset_materialization for entry in entries if entry is not None]
+    versions = {
+        table.asset_key.to_user_string(): [
+            (table.tags or {}).get(DATA_VERSION_TAG),
+            # An image that a gate rejects may change no table, but its gate stays closed.
+            *(str(table.metadata[name].value) for name in _COUNTS if name in table.metadata),
+        ]
+        for table in tables
+        if table is not None
+    }
+    return hashlib.sha256(json.dumps(versions, sort_keys=True).encode("utf-8")).hexdigest()[:16]
 
 
 def _caches_all(run: DagsterRun, recipe: Recipe) -> bool:

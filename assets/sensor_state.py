@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class SensorState:
             two listings.
         listed: Fingerprints of the addresses that a listing in progress has completed.
         observed: Versions of the sources after the last complete listing, by key.
-        handled_s: When `handled` was set, while no run was in progress, in seconds since the epoch.
+        tables: Versions of the recipe's tables and cache entries in the last tick; None before the first one.
     """
 
     seen: str | None = None
@@ -44,7 +44,7 @@ class SensorState:
     since: float = 0.0
     listed: dict[str, str] = field(default_factory=dict[str, str])
     observed: dict[str, str] = field(default_factory=dict[str, str])
-    handled_s: float = 0.0
+    tables: str | None = None
 
     @classmethod
     def from_cursor(cls, cursor: str | None) -> "SensorState":
@@ -52,7 +52,8 @@ class SensorState:
         if not cursor:
             return cls()
         try:
-            state = cls(**json.loads(cursor))
+            values = json.loads(cursor)
+            state = cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
             state.scan_position()
         except (TypeError, ValueError, LookupError):
             return cls()
@@ -69,8 +70,8 @@ class SensorState:
         if self.position is None:
             return None
         # JSON has no tuples.
-        fields: Any = {**self.position, "after": tuple(self.position["after"])}
-        return ScanPosition(**fields)
+        values: Any = {**self.position, "after": tuple(self.position["after"])}
+        return ScanPosition(**values)
 
     def list_further(self, addresses: Sequence[Address]) -> tuple["SensorState", int]:
         """Continue the listing of `addresses` for one tick; also return the number of files of the last one.
@@ -90,6 +91,15 @@ class SensorState:
                 return replace(self, position=asdict(result), listed=listed), result.num_files
             position, listed[str(address)] = None, result
         return replace(self, position=None, listed=listed), 0
+
+    def after_tables(self, tables: str, *, now: float) -> "SensorState":
+        """Return the state after a look at the versions of the recipe's tables and cache entries."""
+        if self.tables in (None, tables):
+            return replace(self, tables=tables)
+        # Between two ticks, somebody may have changed files or recipe, started a run, and undone the change.
+        # A listing does not show it, so no run that began before now proves that the tables are up to date.
+        since = now if self.seen == self.handled else self.since
+        return replace(self, tables=tables, handled=None, since=since)
 
     def settle(self, seen: str, *, now: float) -> tuple["SensorState", str | None]:
         """Return the state after a complete listing, and the reason to skip this tick if there is one."""
@@ -116,8 +126,10 @@ class SensorState:
             failed: Runs that began after `since` and ended without success, the last one first.
             now: The time, in seconds since the epoch.
         """
-        handled = replace(self, handled=self.seen, handled_s=now)
+        handled = replace(self, handled=self.seen)
         if succeeded is not None:
+            # While a new state settles, a change that is made, run and undone between its two listings goes
+            # unnoticed, because nothing is known of its tables yet. A run of the job itself reads all files.
             return handled, f"nothing has changed since run {succeeded}"
         if not failed:
             return self, None

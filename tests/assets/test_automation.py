@@ -21,6 +21,7 @@ from assets.automation import recache_schedule
 from assets.sources import watched_addresses
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import load_recipe
+from pipeline.storage.tables import Tables
 from resources.run_names import RECIPE_TAG
 from tests.assets.ticks import ENABLED, Ticks, recipe, repository_of
 from tests.small_recipe import small_recipe
@@ -54,22 +55,61 @@ def test_O06_a_change_that_is_reverted_after_its_run_began_runs_again(
     assert ticks.evaluate() == "run", "the tables are those of a dataset with the new file"
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["before the listing", "after the listing"])
+@pytest.mark.parametrize("listing", ["before the listing", "after the listing", "never listed"])
 def test_O06_a_change_that_is_reverted_after_a_run_by_hand_runs_again(
-    tmp_path: Path, stored_instance: DagsterInstance, is_first: bool
+    tmp_path: Path, stored_instance: DagsterInstance, listing: str
 ) -> None:
     ticks = Ticks(tmp_path, stored_instance)
     assert [ticks.evaluate() for _ in range(3)][1] == "run"
     new = tmp_path / "data" / "new.jpg"
     new.write_bytes(b"1")
-    if is_first:
-        ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
-    assert "settle" in ticks.evaluate()
-    if not is_first:
-        ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    if listing == "after the listing":
+        assert "settle" in ticks.evaluate()
+    ticks.record("flowers_cache", DagsterRunStatus.SUCCESS)
+    if listing == "before the listing":
+        assert "settle" in ticks.evaluate()
     new.unlink()
-    assert "settle" in ticks.evaluate()
+    if listing != "never listed":
+        assert "settle" in ticks.evaluate()
     assert ticks.evaluate() == "run", "the tables are those of a dataset with the new file"
+    assert all("nothing has changed" in ticks.evaluate() for _ in range(2))
+
+
+def test_O06_after_a_change_within_one_listing_the_tables_are_of_the_files_again(
+    tmp_path: Path, instance: DagsterInstance, tiny_sd: Path
+) -> None:
+    """Here, a gate stops the run of each state, and no table has an image."""
+    ticks = Ticks(tmp_path, instance)
+    current = small_recipe(tmp_path, model={"base": tiny_sd}, recache=ENABLED)
+    ticks.repository = repository_of(current)
+    ticks.sensor = ticks.repository.get_sensor_def("flowers_dataset_changed")
+    job = ticks.repository.get_job("flowers_cache")
+
+    def run() -> list[str]:
+        job.execute_in_process(instance=instance, raise_on_error=False)
+        return Tables(current.output_dir).read_rejected("raw_images")["sample_id"].to_list()
+
+    (tmp_path / "data" / "a.jpg").write_bytes(b"no image")
+    ticks.evaluate()
+    run()
+    assert "a check stopped run" in ticks.evaluate()
+    new = tmp_path / "data" / "new.jpg"
+    new.write_bytes(b"no image")
+    with_new = run()
+    new.unlink()
+    assert ticks.evaluate(DagsterRunStatus.STARTED) == "run"
+    assert (with_new, run()) == (["photos/a.jpg", "photos/new.jpg"], ["photos/a.jpg"])
+
+
+def test_a_run_by_hand_of_a_change_that_has_been_listed_is_not_repeated(
+    tmp_path: Path, stored_instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, stored_instance)
+    assert [ticks.evaluate() for _ in range(3)][1] == "run"
+    (tmp_path / "data" / "new.jpg").write_bytes(b"1")
+    assert "settle" in ticks.evaluate()
+    run = ticks.record("flowers_train", DagsterRunStatus.SUCCESS)
+    assert ticks.evaluate() == f"nothing has changed since run {run}"
 
 
 def test_a_run_by_hand_of_unchanged_files_starts_no_further_one(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dagster import (
+    AssetKey,
+    AssetMaterialization,
     DagsterInstance,
     DagsterRunStatus,
     RepositoryDefinition,
@@ -13,11 +15,16 @@ from dagster import (
 )
 
 from assets.definitions import build_definitions
+from assets.sources import DATA_VERSION_TAG
+from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import Recipe
 from resources.run_names import ATTEMPT_TAG, RECIPE_TAG
 from tests.small_recipe import small_recipe
 
 ENABLED = {"enabled": True}
+
+CACHED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
+"""Assets of the cache job."""
 
 
 def recipe(folder: Path, **recache: object) -> Recipe:
@@ -35,6 +42,7 @@ class Ticks:
     """Ticks of one sensor, each with the cursor of the previous one."""
 
     def __init__(self, folder: Path, instance: DagsterInstance) -> None:
+        self.folder = folder
         self.repository = repository_of(recipe(folder))
         self.sensor = self.repository.get_sensor_def("flowers_dataset_changed")
         self.instance = instance
@@ -56,8 +64,16 @@ class Ticks:
         return "run" if result.run_requests else str(result.skip_message)
 
     def record(self, job: str, status: DagsterRunStatus) -> str:
-        """Record a run of the recipe that has ended in `status`, and return its id."""
+        """Record a run of the recipe that has ended in `status`, and return its id.
+
+        After a success, the versions of its tables are those of the files.
+        """
         tags = {RECIPE_TAG: "flowers"}
+        if status == DagsterRunStatus.SUCCESS:
+            versions = {DATA_VERSION_TAG: scan_fingerprint([self.folder / "data"])}
+            for name in CACHED:
+                table = AssetMaterialization(AssetKey(["flowers", name]), tags=versions)
+                self.instance.report_runless_asset_event(table)
         job_def = self.repository.get_job(job)
         return self.instance.create_run_for_job(job_def, status=status, tags=tags).run_id
 
