@@ -9,40 +9,28 @@ The results are in demo/results/defects.jsonl, one line per seed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageFilter
 
-from demo.concept_pictures import write_pictures
+from demo.cached_dataset import Change, dataset
 from demo.diagnosing import diagnosed, exchange_captions
-from demo.experiments import changed_demo
 from demo.picture_faults import CHECKS, named_samples
+from demo.stored_results import Result, add_result, read_results
 from demo.world import SHAPES, draw_scene, scene_of
-from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.log import discard
-from pipeline.processes.launch import TRAINING_MODULE
-from pipeline.raw_images.stage import scan
 from pipeline.recipe.project import project_root
 from pipeline.reporting.findings import CheckContext
-from pipeline.storage.needed_columns import needed_columns
 from pipeline.storage.tables import Tables
-from pipeline.text_embeddings.stage import cache_text
-from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset import checks
-from pipeline.validated_dataset.stage import validate
 
 if TYPE_CHECKING:
-    from pipeline.processes.launch import Meanwhile
     from pipeline.recipe import Recipe
-    from pipeline.reporting.reports import StageResult
 
 RESULTS = project_root() / "demo" / "results" / "defects.jsonl"
 
@@ -51,9 +39,6 @@ TOP = 6
 
 BLUR_PX = 1.5
 """Sigma of the blur, the weakest one of `demo.picture_faults`."""
-
-Result = dict[str, Any]
-Change = Callable[[Path], dict[str, str]]
 
 
 def plant(pictures: Path, seed: int) -> dict[str, str]:
@@ -77,55 +62,19 @@ def plant(pictures: Path, seed: int) -> dict[str, str]:
 
 def trial(folder: Path, cache: Path, seed: int) -> Result:
     """Return what caption swap and checks name, in a dataset with the defects and in one without."""
-    result: Result = {}
-    for name, change in (("planted", plant_with(seed)), ("clean", nothing)):
-        recipe, planted = dataset(folder / name, cache, seed, change)
-        tables = Tables(recipe.output_dir)
-        table = diagnosed(recipe, frozenset(), in_process).table
-        worst = table.filter(verdict="does not fit").sort("score", descending=True)
-        findings = {each.name: each for each in checks.run(CheckContext(recipe, tables))}
-        named = set[str]().union(*(named_samples(findings[check]) for check in CHECKS))
-        prefix = "" if name == "planted" else "clean_"
-        result |= {f"{prefix}captions": [Path(each).stem for each in worst["sample_id"]]}
-        result |= {f"{prefix}pictures": sorted(named)}
-        if planted:
-            result["planted"] = planted
-    return result
+    recipe, planted = dataset(folder / "planted", cache, seed, plant_with(seed))
+    clean, _ = dataset(folder / "clean", cache, seed, nothing)
+    named_if_clean = {f"clean_{name}": images for name, images in named_images(clean).items()}
+    return {"planted": planted, **named_images(recipe), **named_if_clean}
 
 
-def dataset(
-    folder: Path, cache: Path, seed: int, change: Change, *, without: Sequence[str] = (), **sections: Any
-) -> tuple[Recipe, dict[str, str]]:
-    """Draw the demo's dataset, change it, fill its caches, and return its recipe and what was changed.
-
-    Args:
-        folder: An existing folder.
-        cache: Folder of the cache, which datasets may share.
-        seed: Seed of the pictures.
-        change: Changes the pictures.
-        without: Names of images to remove then.
-        sections: Changes of the demo's recipe.
-    """
-    pictures = folder / "pictures"
-    write_pictures(pictures, seed)
-    # Pictures of one world resemble each other more than photographs.
-    checks_section = {"near_duplicate_bits": 0}
-    recipe = changed_demo(folder, cache_dir=str(cache), checks=checks_section, **sections)
-    changed = change(pictures)
-    for name in without:
-        for file in pictures.rglob(f"{name}.*"):
-            file.unlink()
-
-    tables = Tables(recipe.output_dir)
-    _keep(tables, "raw_images", scan(recipe, tables, log=discard))
-    scanned = tables.read("raw_images", needed_columns("validated_dataset", "raw_images"))
-    _keep(tables, "validated_dataset", validate(recipe, scanned, tables, log=discard))
-    valid = tables.read("validated_dataset")
-    _keep(tables, "aspect_buckets", assign_buckets(recipe, valid, log=discard))
-    buckets = tables.read("aspect_buckets")
-    _keep(tables, "vae_latents", cache_latents(recipe, buckets, tables, launch=in_process, log=discard))
-    _keep(tables, "text_embeddings", cache_text(recipe, valid, tables, launch=in_process, log=discard))
-    return recipe, changed
+def named_images(recipe: Recipe) -> Result:
+    """Return the `captions` that do not fit, the worst first, and the `pictures` that the checks name."""
+    table = diagnosed(recipe, frozenset()).table
+    worst = table.filter(verdict="does not fit").sort("score", descending=True)
+    findings = {each.name: each for each in checks.run(CheckContext(recipe, Tables(recipe.output_dir)))}
+    named = set[str]().union(*(named_samples(findings[check]) for check in CHECKS))
+    return {"captions": [Path(each).stem for each in worst["sample_id"]], "pictures": sorted(named)}
 
 
 def plant_with(seed: int) -> Change:
@@ -136,42 +85,6 @@ def plant_with(seed: int) -> Change:
 def nothing(_pictures: Path) -> dict[str, str]:
     """Change no picture."""
     return {}
-
-
-def _keep(tables: Tables, asset: str, result: StageResult) -> None:
-    tables.write(asset, result.table)
-    tables.write_rejected(asset, result.rejected)
-
-
-class _Silent:
-    """Receiver of the progress of a worker, which shows nothing."""
-
-    def info(self, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, *, unit: str = "", note: str = "") -> None: ...
-
-
-def in_process(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
-    """Run a worker in this process, because importing torch takes longer than the work on 48 pictures."""
-    if meanwhile is not None:
-        meanwhile()
-    if module != TRAINING_MODULE:
-        import_module(f"{module}.__main__").run(job_file, _Silent(), rank=0, num_ranks=1)
-        return
-
-    from pipeline.trained_lora.job import read_job
-    from pipeline.trained_lora.worker.loop import train
-    from pipeline.trained_lora.worker.stop_request import StopRequest
-
-    train(read_job(job_file), _Silent(), StopRequest())
-
-
-def read_results(file: Path) -> list[Result]:
-    """Return the stored results by seed; none without a file."""
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    return sorted(map(json.loads, lines), key=lambda each: each["seed"])
 
 
 def top(result: Result) -> list[str]:
@@ -216,9 +129,7 @@ def _add(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         result = trial(Path(own), folder / "cache", seed)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"seed": seed, **result}, separators=(",", ":")) + "\n")
+    add_result(RESULTS, {"seed": seed, **result})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ description, their loss, relative to all losses at similar noise, stays high and
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,12 +23,14 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from demo.cached_dataset import dataset, in_process
 from demo.concept_pictures import concept_scenes
 from demo.defects import RESULTS as FOUND
-from demo.defects import TOP, Result, dataset, in_process, nothing, plant_with, read_results, top
+from demo.defects import TOP, nothing, plant_with, top
 from demo.drawing import draw_seeded
 from demo.learned import load_pipeline
 from demo.score import score
+from demo.stored_results import Result, add_result, read_results
 from pipeline.log import discard
 from pipeline.recipe import in_project
 from pipeline.recipe.project import project_root
@@ -179,8 +180,7 @@ def _add(folder: Path, part: str, seed: int, found: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         result = trained(Path(own), folder / "cache", seed, part, found)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"part": part, "seed": seed, **result}, separators=(",", ":")) + "\n")
+    add_result(RESULTS, {"part": part, "seed": seed, **result})
 
 
 if __name__ == "__main__":

@@ -1,31 +1,36 @@
 """The study of the caption swap: does it find wrong captions that are planted in the demo's dataset?
 
-    python -m demo.diagnosing outputs/diagnosing 10    # figures of docs/diagnosis.md, in some minutes
+    python -m demo.diagnosing outputs/diagnosing            # ten seeds, a minute each; stop it at any time
+    python -m demo.diagnosing outputs/diagnosing --seeds 0  # the table of the stored results
 
 Each seed draws other pictures and chooses other captions to exchange. Its clean dataset shows false alarms.
+The results are in demo/results/diagnosing.jsonl, one line per seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from demo.concept_pictures import write_pictures
-from demo.experiments import changed_demo
+from demo.cached_dataset import dataset, in_process
+from demo.stored_results import Result, add_result, read_results
 from pipeline.diagnosis.stage import diagnose
-from pipeline.log import Log, discard
+from pipeline.log import discard
+from pipeline.recipe.project import project_root
 from pipeline.storage.tables import Tables
 
 if TYPE_CHECKING:
-    from pipeline.processes.launch import Launch
     from pipeline.recipe import Recipe
     from pipeline.reporting.reports import Report
+
+RESULTS = project_root() / "demo" / "results" / "diagnosing.jsonl"
 
 FORWARD_PASSES_PER_SAMPLE = 3
 """Forward passes that take as long as training on one sample: the backward pass takes about two."""
@@ -66,31 +71,24 @@ class Trial:
         return self.report["passes"] / (FORWARD_PASSES_PER_SAMPLE * self.report["samples"])
 
 
-def trial(
-    folder: Path, cache: Path, seed: int, launch: Launch, *, num_wrong: int, log: Log = discard
-) -> Trial:
+def trial(folder: Path, cache: Path, seed: int, *, num_wrong: int) -> Trial:
     """Draw the demo's dataset in an empty folder, exchange captions, and diagnose it."""
-    from assets.definitions import build_definitions
+    wrong = frozenset[str]()
 
-    pictures = folder / "pictures"
-    write_pictures(pictures, seed)
-    wrong = exchange_captions(pictures, num_wrong, seed)
-    recipe = changed_demo(
-        folder,
-        cache_dir=str(cache),
-        # Pictures of one world resemble each other more than photographs.
-        checks={"near_duplicate_bits": 0},
-        diagnosis={"captions": True},
-    )
-    build_definitions([recipe]).resolve_job_def(f"{recipe.name}_cache").execute_in_process()
-    return diagnosed(recipe, wrong, launch, log=log)
+    def change(pictures: Path) -> dict[str, str]:
+        nonlocal wrong
+        wrong = exchange_captions(pictures, num_wrong, seed)
+        return {}
+
+    recipe, _ = dataset(folder, cache, seed, change)
+    return diagnosed(recipe, wrong)
 
 
-def diagnosed(recipe: Recipe, wrong: frozenset[str], launch: Launch, *, log: Log = discard) -> Trial:
+def diagnosed(recipe: Recipe, wrong: frozenset[str]) -> Trial:
     """Diagnose a recipe with complete caches."""
     tables = Tables(recipe.output_dir)
     latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
-    result = diagnose(recipe, latents, text, tables, launch=launch, log=log)
+    result = diagnose(recipe, latents, text, tables, launch=in_process, log=discard)
     return Trial(result.table, result.report, wrong)
 
 
@@ -103,43 +101,58 @@ def exchange_captions(pictures: Path, number: int, seed: int) -> frozenset[str]:
     return frozenset(file.relative_to(pictures).with_suffix(".png").as_posix() for file in files)
 
 
-def report(planted: Sequence[Trial], clean: Sequence[Trial]) -> str:
-    """Return a table of the trials as Markdown."""
-    lines = [
-        "| seed | AUC | found | false alarms | on the clean dataset | undecided | epochs |",
-        "|---" * 7 + "|",
-    ]
-    for seed, (each, without) in enumerate(zip(planted, clean, strict=True)):
-        lines.append(
-            f"| {seed} | {each.auc:.3f} | {len(each.found & each.wrong)} of {len(each.wrong)} | "
-            f"{len(each.found - each.wrong)} | {len(without.found)} | {each.report['cannot_tell']} | "
-            f"{each.epochs:.1f} |"
+def results_of(planted: Trial, clean: Trial) -> Result:
+    """Return the figures of a seed, from its diagnosis with exchanged captions and the one without."""
+    return {
+        "auc": planted.auc,
+        "wrong": len(planted.wrong),
+        "found": len(planted.found & planted.wrong),
+        "alarms": len(planted.found - planted.wrong),
+        "clean_alarms": len(clean.found),
+        "undecided": planted.report["cannot_tell"],
+        "epochs": planted.epochs,
+    }
+
+
+def report(results: Iterable[Result]) -> Iterator[str]:
+    """Yield the table of docs/diagnosis.md as Markdown."""
+    yield "| seed | AUC | found | false alarms | false alarms without exchange | undecided | cost in epochs |"
+    yield "|---" * 7 + "|"
+    for each in results:
+        cells = (
+            each["seed"],
+            f"{each['auc']:.3f}",
+            f"{each['found']} of {each['wrong']}",
+            each["alarms"],
+            each["clean_alarms"],
+            each["undecided"],
+            f"{each['epochs']:.1f}",
         )
-    return "\n".join(lines)
+        yield f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
     """Run the command."""
-    from pipeline.processes.launch import LocalLaunch
-    from pipeline.recipe import AccelerateSettings
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="new folder of the datasets and their cache")
-    parser.add_argument("seeds", type=int, help="number of seeds")
+    parser.add_argument("folder", type=Path, help="folder of the cache and of the datasets in work")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds; stored ones are skipped")
     arguments = parser.parse_args()
-
-    folder: Path = arguments.folder.absolute()
-    launch = LocalLaunch(AccelerateSettings())
-    planted: list[Trial] = []
-    clean: list[Trial] = []
+    stored = {each["seed"] for each in read_results(RESULTS)}
     for seed in range(arguments.seeds):
-        for trials, num_wrong in ((clean, 0), (planted, NUM_WRONG)):
-            own = folder / f"seed_{seed}_{num_wrong}"
-            own.mkdir(parents=True)
-            trials.append(trial(own, folder / "cache", seed, launch, num_wrong=num_wrong))
-    print(report(planted, clean))
+        if seed not in stored:
+            _add(arguments.folder.absolute(), seed)
+    print("\n".join(report(read_results(RESULTS))))
+
+
+def _add(folder: Path, seed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    trials: list[Trial] = []
+    for num_wrong in (NUM_WRONG, 0):
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            trials.append(trial(Path(own), folder / "cache", seed, num_wrong=num_wrong))
+    add_result(RESULTS, {"seed": seed, **results_of(*trials)})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,9 +26,10 @@ import torch
 from PIL import Image
 from scipy.stats import spearmanr
 
+from demo.cached_dataset import dataset
 from demo.concept_pictures import concept_scenes
-from demo.defects import Result, dataset, read_results
 from demo.diagnosing import exchange_captions
+from demo.stored_results import Result, add_result, read_results
 from demo.world import draw_scene
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.influence import estimated_changes, paired_change
@@ -246,8 +246,7 @@ def _add(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:
         result = trial(Path(own), folder / "cache", seed)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"seed": seed, **result}, separators=(",", ":")) + "\n")
+    add_result(RESULTS, {"seed": seed, **result})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from demo.cached_dataset import dataset
 from demo.concept_pictures import write_pictures
-from demo.defects import dataset, in_process, plant, report, top, trial
+from demo.defects import plant, report, top, trial
 from demo.diagnosing import diagnosed
 from demo.world import invented_name
 
@@ -53,7 +54,7 @@ def test_the_base_model_cannot_tell_captions_of_words_that_it_does_not_know(tmp_
         return {}
 
     recipe, _ = dataset(tmp_path, tmp_path / "cache", 0, invent)
-    report = diagnosed(recipe, frozenset(), in_process).report
+    report = diagnosed(recipe, frozenset()).report
     assert report["captions"] == 12
     assert not report["decided"]
 

@@ -8,8 +8,7 @@ import polars as pl
 import pytest
 
 from demo.concept_pictures import write_pictures
-from demo.diagnosing import NUM_WRONG, Trial, exchange_captions, report, trial
-from tests.in_process_worker import InProcessLaunch
+from demo.diagnosing import NUM_WRONG, Trial, exchange_captions, report, results_of, trial
 
 
 def test_captions_are_exchanged_and_the_changed_samples_returned(tmp_path: Path) -> None:
@@ -31,7 +30,8 @@ def test_the_auc_counts_pairs_in_order() -> None:
     assert one.auc == 0.75
     assert (one.found, one.epochs) == ({"a"}, 3.0)
     clean = Trial(table, one.report, frozenset())
-    assert report([one], [clean]).splitlines()[-1] == "| 0 | 0.750 | 1 of 2 | 0 | 1 | 1 | 3.0 |"
+    result = {"seed": 5, **results_of(one, clean)}
+    assert list(report([result]))[-1] == "| 5 | 0.750 | 1 of 2 | 0 | 1 | 1 | 3.0 |"
 
 
 @pytest.mark.slow
@@ -40,8 +40,7 @@ def test_exchanged_captions_have_the_highest_scores_and_clean_ones_raise_no_alar
     for num_wrong in (0, NUM_WRONG):
         folder = tmp_path / str(num_wrong)
         folder.mkdir()
-        launch = InProcessLaunch()
-        trials[num_wrong] = trial(folder, tmp_path / "cache", 0, launch, num_wrong=num_wrong)
+        trials[num_wrong] = trial(folder, tmp_path / "cache", 0, num_wrong=num_wrong)
     assert trials[0].found == frozenset()
     planted = trials[NUM_WRONG]
     assert planted.auc >= 0.95
