@@ -54,6 +54,14 @@ def alert_sensors(
     if address is None:
         return []
 
+    return [
+        _failure_alerts(recipes, location, address),
+        _warning_alerts(location, address),
+        _recipe_alerts(broken, location, address),
+    ]
+
+
+def _failure_alerts(recipes: Sequence[Recipe], location: Location, address: str) -> SensorDefinition:
     @run_failure_sensor(
         name=f"{location.prefix}failure_alerts",
         default_status=DefaultSensorStatus.RUNNING,
@@ -69,6 +77,10 @@ def alert_sensors(
         send(failure_alert(context.instance, run, recipes), address)
         return _sent(context)
 
+    return failure_alerts
+
+
+def _warning_alerts(location: Location, address: str) -> SensorDefinition:
     @run_status_sensor(
         name=f"{location.prefix}warning_alerts",
         run_status=DagsterRunStatus.SUCCESS,
@@ -83,6 +95,10 @@ def alert_sensors(
         send(alert, address)
         return _sent(context)
 
+    return warning_alerts
+
+
+def _recipe_alerts(broken: Sequence[BrokenRecipe], location: Location, address: str) -> SensorDefinition:
     @sensor(
         name=f"{location.prefix}recipe_alerts",
         minimum_interval_seconds=RECIPES_S,
@@ -97,7 +113,7 @@ def alert_sensors(
         reason = f"sent {counted(len(new), 'recipe')}" if new else "no recipe was excluded"
         return SensorResult(skip_reason=reason, cursor=json.dumps([each.summary() for each in broken]))
 
-    return [failure_alerts, warning_alerts, recipe_alerts]
+    return recipe_alerts
 
 
 def _sent(context: RunStatusSensorContext) -> list[RunRequest]:

@@ -90,13 +90,12 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
         if has_file and not recipe.source.is_file():
             return SensorResult(skip_reason=_removed(recipe), cursor=context.cursor)
-        state = SensorState.from_cursor(context.cursor)
         try:
             # The run too plans its steps from the recipe in the file: Dagster loads the code again for it.
             current = _as_written(recipe)
             # The examples have no source assets, because few recipes have any.
             addresses = [*watched_addresses(current), *example_images(current)]
-            state, num_files = state.list_further(addresses)
+            state, num_files = SensorState.from_cursor(context.cursor).list_further(addresses)
         except RecipeError as err:
             return SensorResult(skip_reason=f"the recipe has a mistake: {err}", cursor=context.cursor)
         except (OSError, DatasetError) as err:
@@ -107,19 +106,7 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition | None:
             reason = f"listed {num_files:,} files so far: the next tick continues"
             return SensorResult(skip_reason=reason, cursor=state.to_cursor())
 
-        # Of the loaded recipe, because the source assets are those of the loaded definitions.
-        versions = _source_versions(recipe, state.listed)
-        observations = new_observations(context.instance, versions, state.observed)
-        state = replace(state, observed={key.to_user_string(): each for key, each in versions.items()})
-
-        state, skip_reason, num_failed = _after_listing(context, state, current, job_name)
-        cursor = state.to_cursor()
-        if skip_reason is not None:
-            return SensorResult(skip_reason=skip_reason, cursor=cursor, asset_events=observations)
-        # No run_key: Dagster would never run the same key twice, and files may return to an older state.
-        attempt = f"{num_failed + 1} of {len(RETRY_DELAYS_S) + 1}"
-        request = RunRequest(tags={RECIPE_TAG: recipe.name, ATTEMPT_TAG: attempt})
-        return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
+        return _after_listing(context, state, recipe, current, job_name)
 
     return dataset_changed
 
@@ -131,6 +118,28 @@ def _removed(recipe: Recipe) -> str:
 
 
 def _after_listing(
+    context: SensorEvaluationContext, state: SensorState, recipe: Recipe, current: Recipe, job_name: str
+) -> SensorResult:
+    """Return the result of a tick that has completed a listing: observations of sources, and a run if due.
+
+    `current` is the recipe in the file of `recipe`, which is the one of the definitions.
+    """
+    # Of the loaded recipe, because the source assets are those of the loaded definitions.
+    versions = _source_versions(recipe, state.listed)
+    observations = new_observations(context.instance, versions, state.observed)
+    state = replace(state, observed={key.to_user_string(): each for key, each in versions.items()})
+
+    state, skip_reason, num_failed = _decide(context, state, current, job_name)
+    cursor = state.to_cursor()
+    if skip_reason is not None:
+        return SensorResult(skip_reason=skip_reason, cursor=cursor, asset_events=observations)
+    # No run_key: Dagster would never run the same key twice, and files may return to an older state.
+    attempt = f"{num_failed + 1} of {len(RETRY_DELAYS_S) + 1}"
+    request = RunRequest(tags={RECIPE_TAG: recipe.name, ATTEMPT_TAG: attempt})
+    return SensorResult(run_requests=[request], cursor=cursor, asset_events=observations)
+
+
+def _decide(
     context: SensorEvaluationContext, state: SensorState, recipe: Recipe, job_name: str
 ) -> tuple[SensorState, str | None, int]:
     """Return the state after a complete listing, why no run is due or None, and the number of failed runs."""

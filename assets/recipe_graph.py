@@ -146,13 +146,26 @@ def _broken_graph(name: str, broken: BrokenRecipe, location: Location) -> Defini
     failing_op = _failing_op(name, error)
     jobs = [_job_of(failing_op, location, name=f"{name}_{kind}", recipe=name) for kind in ("cache", "train")]
 
-    # Without these names, the history of the assets, and whether schedule and sensor were switched on, would
-    # vanish from the UI as long as the mistake exists.
+    # Likewise, the UI would no longer know whether they were switched on.
+    reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
+    schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)
+    sensor = skipping_sensor(name, broken.recache, jobs[0].name, reason)
+    return Definitions(
+        assets=[shown, *_excluded_assets(name, broken)],
+        jobs=jobs,
+        schedules=[schedule] if schedule is not None else [],
+        sensors=[sensor] if sensor is not None else [],
+    )
+
+
+def _excluded_assets(name: str, broken: BrokenRecipe) -> list[AssetSpec]:
+    """Return the assets of a broken recipe as external ones."""
+    # Without these names, the history of the assets would vanish from the UI as long as the mistake exists.
     inputs = {asset: list(ALL_INPUTS[asset]) for asset in (*STAGE_INPUTS, *broken.optional_assets)}
     for asset, waiting in _ORDER:
         if {asset, waiting} <= inputs.keys():
             inputs[waiting].append(asset)
-    assets = [
+    return [
         AssetSpec(
             AssetKey([name, asset]),
             deps=[AssetKey([name, each]) for each in before],
@@ -161,15 +174,6 @@ def _broken_graph(name: str, broken: BrokenRecipe, location: Location) -> Defini
         )
         for asset, before in inputs.items()
     ]
-    reason = f"recipe {name} is excluded: {error.what.splitlines()[0]}"
-    schedule = skipping_schedule(name, broken.recache, jobs[0].name, reason)
-    sensor = skipping_sensor(name, broken.recache, jobs[0].name, reason)
-    return Definitions(
-        assets=[shown, *assets],
-        jobs=jobs,
-        schedules=[schedule] if schedule is not None else [],
-        sensors=[sensor] if sensor is not None else [],
-    )
 
 
 def _failing_op(name: str, error: RecipeError) -> OpDefinition:

@@ -113,24 +113,16 @@ def _execute(
     recipe_file: Path, job_name: str, command: str, continue_run: str | None, interrupts: list[int]
 ) -> "RunSummary":
     """Execute the job with the terminal logger, and return the summary of the run."""
-    from dagster import (
-        DagsterExecutionInterruptedError,
-        build_reconstructable_job,
-        execute_job,
-        in_process_executor,
-    )
+    from dagster import in_process_executor
 
     from pipeline.recipe import load_recipe
     from resources.dead_runs import end_dead_runs
     from resources.open_databases import open_databases
-    from resources.recipe_executor import COMMAND_TAG
     from resources.run_summary import summarize_run
-    from resources.terminal_log import last_remaining_times, show_run
 
     # The definitions look for the terminal on standard error, so they load before it is redirected.
-    executor = load_job(job_name).executor_def
+    in_process = load_job(job_name).executor_def.name == in_process_executor.name
     recipe = load_recipe(recipe_file)
-    job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
 
     with _open_instance() as instance, open_databases():
         # A dead run would keep its place in the pool, and this run would wait for it.
@@ -139,26 +131,38 @@ def _execute(
         # Python may have discarded the exception of an interruption during the imports.
         if interrupts:
             raise KeyboardInterrupt
-        stop: BaseException | None = None
-        in_process = executor.name == in_process_executor.name
-        remaining_s: dict[str, float] = {}
-        with suppress(Exception):  # the run itself reports a database that is away
-            remaining_s = last_remaining_times(instance, job_name)
-        events = None if in_process else instance
-        with _redirected_output() as stream, show_run(stream, events, remaining_s=remaining_s) as handler:
-            try:
-                execute_job(
-                    job,
-                    instance,
-                    run_config=_run_config(recipe, continue_run),
-                    tags={COMMAND_TAG: command},
-                )
-            except (DagsterExecutionInterruptedError, KeyboardInterrupt) as err:
-                if handler.run_id is None:
-                    raise KeyboardInterrupt from None
-                stop = err
-        restart = f"run {command} again"
-        return summarize_run(instance, str(handler.run_id), [recipe], error=stop, restart=restart)
+        config = _run_config(recipe, continue_run)
+        run_id, stop = _show(instance, job_name, config, command, in_process=in_process)
+        return summarize_run(instance, run_id, [recipe], error=stop, restart=f"run {command} again")
+
+
+def _show(
+    instance: "DagsterInstance", job_name: str, config: dict[str, Any], command: str, *, in_process: bool
+) -> tuple[str, BaseException | None]:
+    """Execute the job while the terminal shows it; return the run, and what interrupted it or None.
+
+    Raises:
+        KeyboardInterrupt: The run was interrupted before it had an id.
+    """
+    from dagster import DagsterExecutionInterruptedError, build_reconstructable_job, execute_job
+
+    from resources.recipe_executor import COMMAND_TAG
+    from resources.terminal_log import last_remaining_times, show_run
+
+    job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
+    stop: BaseException | None = None
+    remaining_s: dict[str, float] = {}
+    with suppress(Exception):  # the run itself reports a database that is away
+        remaining_s = last_remaining_times(instance, job_name)
+    events = None if in_process else instance
+    with _redirected_output() as stream, show_run(stream, events, remaining_s=remaining_s) as handler:
+        try:
+            execute_job(job, instance, run_config=config, tags={COMMAND_TAG: command})
+        except (DagsterExecutionInterruptedError, KeyboardInterrupt) as err:
+            if handler.run_id is None:
+                raise KeyboardInterrupt from None
+            stop = err
+    return str(handler.run_id), stop
 
 
 def _run_config(recipe: "Recipe", continue_run: str | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dagster import (
     AssetCheckResult,
@@ -11,6 +11,7 @@ from dagster import (
     AssetKey,
     AssetObservation,
     AssetsDefinition,
+    AssetSpec,
     Config,
     MaterializeResult,
     MetadataValue,
@@ -32,6 +33,9 @@ from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
 from resources.step_log import run_log, step_log
+
+if TYPE_CHECKING:
+    from pipeline.processes.launch import Launch
 
 DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
@@ -64,23 +68,10 @@ def build_trained_lora(
     """
     config_type = _config_type(recipe)
 
-    spec = stage_spec(
-        recipe,
-        "trained_lora",
-        DESCRIPTION,
-        kinds={"pytorch", "huggingface"},
-        deps=[
-            base_model(recipe).key,
-            *([start] if start is not None else []),
-            # Training does not read it, but waits for its gate.
-            *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
-        ],
-    )
-
     @stage_asset(
         recipe,
         location,
-        spec,
+        _spec(recipe, start),
         inputs={"latents": "vae_latents", "text": "text_embeddings"},
         launches=True,
         pool=location.pool,
@@ -93,25 +84,47 @@ def build_trained_lora(
         text: Any,
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.trained_lora import checks
-        from pipeline.trained_lora.stage import train_lora
 
         def materialize() -> MaterializeResult[Any]:
             launcher = location.launcher_of(context)
             launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
-            overrides = config.model_dump()
-            result = train_lora(
-                recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
-            )
-            shown = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
-            pictures = pictures_once(context, shown)
-            files = _file_metadata(recipe, result.report["run"])
-            return publish(
-                recipe, "trained_lora", result, log=run_log(context), pictures=pictures, files=files
-            )
+            return _train(context, recipe, latents, text, launch=launch, overrides=config.model_dump())
 
         yield from run_step(context, recipe, "trained_lora", materialize, checks.run)
 
     return trained_lora
+
+
+def _spec(recipe: Recipe, start: AssetKey | None) -> AssetSpec:
+    return stage_spec(
+        recipe,
+        "trained_lora",
+        DESCRIPTION,
+        kinds={"pytorch", "huggingface"},
+        deps=[
+            base_model(recipe).key,
+            *([start] if start is not None else []),
+            # Training does not read it, but waits for its gate.
+            *(asset_key(recipe, name) for name in recipe.optional_assets if name == "diagnosis"),
+        ],
+    )
+
+
+def _train(
+    context: AssetExecutionContext,
+    recipe: Recipe,
+    latents: Any,
+    text: Any,
+    *,
+    launch: "Launch",
+    overrides: Mapping[str, Any],
+) -> MaterializeResult[Any]:
+    from pipeline.trained_lora.stage import train_lora
+
+    result = train_lora(recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides)
+    pictures = pictures_once(context, picture_metadata(recipe.output_dir / "reports" / "trained_lora"))
+    files = _file_metadata(recipe, result.report["run"])
+    return publish(recipe, "trained_lora", result, log=run_log(context), pictures=pictures, files=files)
 
 
 def observe_training(

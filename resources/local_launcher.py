@@ -106,12 +106,7 @@ class AccelerateLauncher(ConfigurableResource):
             places.put(place)
 
         def launch(module: str, job_file: Path, meanwhile: Meanwhile | None = None) -> None:
-            all_machines = self._all_machines()
-            is_training = module == TRAINING_MODULE
-            machines = all_machines if is_training else ONE_MACHINE
-            used = settings if is_training else all_machines.on_one(settings)
-            command = launch_command(used, module, job_file, machines)
-            observe = (lambda final: None) if observer is None else observer(job_file)
+            used, machines = self._used(settings, module)
             log = step_log(context)
             if machines.number > 1:
                 from pipeline.trained_lora.joining import job_for_others  # imports Polars
@@ -120,34 +115,49 @@ class AccelerateLauncher(ConfigurableResource):
                 log.info(f"waiting for the other machines; {others}")
 
             with ExitStack() as stack:
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
-                variables = launch_environment(used, Path(folder) / "error.json", machines)
-                if is_training and self.concurrent_trainings > 1:
-                    place = places.get()
-                    stack.callback(places.put, place)
-                    visible = os.environ.get(GPUS_VARIABLE, _gpus_of_machine())
-                    variables |= own_gpus(place, used.num_processes, visible)
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                output, error_file = ForwardedOutput(folder / "output.txt"), folder / "error.json"
+                variables = launch_environment(used, error_file, machines)
+                if module == TRAINING_MODULE and self.concurrent_trainings > 1:
+                    variables |= stack.enter_context(_own_place(places, used.num_processes))
                 variables |= stack.enter_context(_session(context, log))
-                output = ForwardedOutput(Path(folder) / "output.txt")
                 status = _run_watched(
-                    partial(start_process, command, variables),
+                    partial(start_process, launch_command(used, module, job_file, machines), variables),
                     output=output,
                     grace_s=self.grace_s,
                     log=log,
                     meanwhile=meanwhile,
-                    observe=observe,
+                    observe=_not_observed if observer is None else observer(job_file),
                 )
                 if status != 0:
-                    error_file = Path(folder) / "error.json"
                     raise launch_error(module, status, output=output.lines(), error_file=error_file)
 
         return launch
+
+    def _used(self, settings: AccelerateSettings, module: str) -> tuple[AccelerateSettings, Machines]:
+        """Return the settings and the machines of a module: all of them for a training, else this one."""
+        machines = self._all_machines()
+        return (settings, machines) if module == TRAINING_MODULE else (machines.on_one(settings), ONE_MACHINE)
 
     def _all_machines(self) -> Machines:
         if self.machines == 1:
             return ONE_MACHINE
         host, port = parse_master(self.master, where="launcher.master")
         return Machines(self.machines, 0, host, port, self.wait_s)
+
+
+def _not_observed(final: bool) -> None:
+    del final
+
+
+@contextmanager
+def _own_place(places: SimpleQueue[int], num_processes: int) -> Generator[Mapping[str, str]]:
+    """Take a place among the trainings that run at the same time, and provide the variable of its GPUs."""
+    place = places.get()
+    try:
+        yield own_gpus(place, num_processes, os.environ.get(GPUS_VARIABLE, _gpus_of_machine()))
+    finally:
+        places.put(place)
 
 
 def own_gpus(place: int, number: int, visible: str | None) -> dict[str, str]:
