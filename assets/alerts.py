@@ -106,7 +106,7 @@ def _recipe_alerts(broken: Sequence[BrokenRecipe], location: Location, address: 
         description="Sends each recipe that was excluded when the code location loaded, once.",
     )
     def recipe_alerts(context: SensorEvaluationContext) -> SensorResult:
-        known: list[str] = json.loads(context.cursor) if context.cursor else []
+        known = _sent_before(context.cursor)
         new = [each for each in broken if each.summary() not in known]
         if new:
             send(recipe_alert(new), address)
@@ -114,6 +114,14 @@ def _recipe_alerts(broken: Sequence[BrokenRecipe], location: Location, address: 
         return SensorResult(skip_reason=reason, cursor=json.dumps([each.summary() for each in broken]))
 
     return recipe_alerts
+
+
+def _sent_before(cursor: str | None) -> list[str]:
+    try:
+        known = json.loads(cursor or "[]")
+    except ValueError:  # anybody may edit a cursor in the UI
+        return []
+    return known if isinstance(known, list) else []
 
 
 def _sent(context: RunStatusSensorContext) -> list[RunRequest]:

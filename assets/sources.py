@@ -201,6 +201,7 @@ def _observable(
     with warnings.catch_warnings():
         # Dagster calls all of its decorators for observable assets a beta.
         warnings.simplefilter("ignore", BetaWarning)
+        # Only with `can_subset` may the function yield nothing, for a model that is not on this machine.
         return multi_observable_source_asset(name=name, specs=[spec], can_subset=True)(observe)
 
 

@@ -190,6 +190,9 @@ def test_M10_a_recipe_that_became_broken_is_sent_once_until_it_changes(
     assert tick() == []
     assert tick("one") == ["excluded until repaired: one"]
     assert tick("one", *"abcde") == ["excluded until repaired: a, b, c and 2 more"]
+    for edited in ("no JSON", "3"):
+        cursor = edited
+        assert tick("one") == ["excluded until repaired: one"]
 
 
 def retry(
