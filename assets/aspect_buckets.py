@@ -11,7 +11,8 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.metadata import output_file, picture_metadata, pictures_once, publish
+from assets.metadata import output_file, publish
+from assets.pictures import picture_metadata, pictures_once
 from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe
 from resources.step_log import run_log

@@ -11,7 +11,8 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.metadata import picture_metadata, pictures_once, publish
+from assets.metadata import publish
+from assets.pictures import picture_metadata, pictures_once
 from assets.sources import base_model
 from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe

@@ -19,15 +19,9 @@ from dagster import (
 from pydantic import Field, create_model
 
 from assets.location import Location
-from assets.metadata import (
-    output_file,
-    picture_metadata,
-    pictures_once,
-    publish,
-    report_metadata,
-    table_metadata,
-)
+from assets.metadata import output_file, publish, report_metadata, table_metadata
 from assets.names import asset_key
+from assets.pictures import picture_metadata, pictures_once
 from assets.sources import base_model
 from assets.step import run_step, stage_asset, stage_spec
 from pipeline.recipe import Recipe, recipe_values

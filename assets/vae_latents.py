@@ -12,7 +12,8 @@ from dagster import (
 )
 
 from assets.location import Location
-from assets.metadata import captioned_pictures, pictures_once, publish
+from assets.metadata import publish
+from assets.pictures import captioned_pictures, pictures_once
 from assets.sources import base_model
 from assets.step import run_step, stage_asset, stage_spec
 from pipeline.escaping import markdown_text

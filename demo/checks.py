@@ -30,7 +30,7 @@ from dagster import (
     in_process_executor,
 )
 
-from assets.metadata import picture_metadata
+from assets.pictures import picture_metadata
 from demo.concept_pictures import scene_of_file
 from demo.learned import SCORES_FILE, SHEET_FILE, Learned, load_pipeline, measure
 from pipeline.recipe import Recipe, in_project, load_recipe
