@@ -29,6 +29,9 @@ _ON_CPU = "to compute on the CPU, set the environment variable CUDA_VISIBLE_DEVI
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC_FAILED", "out of memory")
 """Parts of RuntimeError messages of the CPU allocators and the CUDA libraries that mean out of memory."""
 
+_ONEDNN_OUT_OF_MEMORY = "could not create a primitive"
+"""Complete message of oneDNN without memory for a kernel; longer ones are about unsupported operations."""
+
 
 def own_device() -> str:
     """Return this process's GPU, such as "cuda:0", by its local rank; "cpu" without a GPU.
@@ -152,7 +155,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error means that the machine or a GPU ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _OUT_OF_MEMORY)
+    if not isinstance(error, RuntimeError):
+        return False
+    return str(error) == _ONEDNN_OUT_OF_MEMORY or any(mark in str(error) for mark in _OUT_OF_MEMORY)
 
 
 @contextmanager

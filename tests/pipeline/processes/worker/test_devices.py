@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from pipeline.processes.worker.devices import (
     own_device,
     require_no_gpu,
 )
-from pipeline.recipe import AccelerateSettings
+from pipeline.recipe import AccelerateSettings, project_root
 from pipeline.trained_lora.worker.distributed import make_accelerator
 
 IMPOSSIBLE_BYTES = 2**60
@@ -147,6 +149,39 @@ def test_a_real_out_of_memory_error_is_distinguished_from_other_errors() -> None
     assert is_out_of_memory(excinfo.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+CONVOLUTIONS_IN_LITTLE_MEMORY = """
+import resource
+import psutil
+import torch
+from pipeline.processes.worker.devices import is_out_of_memory
+
+torch.set_num_threads(1)
+convolution = torch.nn.Conv2d(64, 64, 3, padding=1)
+for mebibytes in range(4, 64, 4):
+    limit = psutil.Process().memory_info().vms + mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        # Each size has a kernel of its own, which oneDNN keeps.
+        for height in range(64, 128):
+            convolution(torch.empty(1, 64, height, 64))
+    except RuntimeError as err:
+        message, is_memory = str(err), is_out_of_memory(err)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(is_memory, message)
+"""
+
+
+def test_convolutions_without_memory_for_a_kernel_are_out_of_memory() -> None:
+    pytest.importorskip("resource", reason="only POSIX limits the memory of a process")
+    command = [sys.executable, "-c", CONVOLUTIONS_IN_LITTLE_MEMORY]
+    completed = subprocess.run(command, cwd=project_root(), capture_output=True, text=True, check=True)
+    lines = completed.stdout.splitlines()
+    assert "True could not create a primitive" in lines
+    assert [line for line in lines if line.startswith("False")] == []
+    unsupported = "could not create a primitive descriptor for a convolution forward propagation primitive"
+    assert not is_out_of_memory(RuntimeError(unsupported))
 
 
 def test_only_out_of_memory_errors_are_replaced() -> None:
