@@ -231,8 +231,10 @@ class _RecordingLaunch:
 
         if meanwhile is not None:
             meanwhile()
-        self.encoding = read_encoding(job_file)
-        self.jobs = list(self.encoding.jobs)
+        encoding = read_encoding(job_file)
+        # The file of the jobs ends with the stage.
+        self.jobs = list(encoding.jobs)
+        self.encoding = replace(encoding, jobs=self.jobs)
         import_module(f"{module}.__main__").run(job_file, Silent(), rank=0, num_ranks=1)
 
 

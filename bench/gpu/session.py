@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
-from bench.gpu import encoding, jobs, training
+from bench.gpu import encoding, jobs, previews, training
 from bench.gpu.experiment import Experiment, run
 from bench.gpu.rig import FULL, TINY, Bench
 
-EXPERIMENTS: list[Experiment] = [*encoding.EXPERIMENTS, *training.EXPERIMENTS, *jobs.EXPERIMENTS]
+EXPERIMENTS: list[Experiment] = [
+    *encoding.EXPERIMENTS,
+    *training.EXPERIMENTS,
+    *previews.EXPERIMENTS,
+    *jobs.EXPERIMENTS,
+]
 """All experiments. Complete jobs come last because they take longest and show the least detail."""
 
 

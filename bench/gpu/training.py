@@ -82,8 +82,8 @@ def one_accelerator() -> Generator[None]:
 
 
 @contextmanager
-def _against_the_bare_loop(bench: Bench, model: BaseModel) -> Generator[Pair]:
-    rig = bench.rig(model, "cached")
+def _against_the_bare_loop(bench: Bench, model: BaseModel, training: Mapping[str, Any]) -> Generator[Pair]:
+    rig = bench.rig(model, "cached", **training)
     with one_accelerator():
         ours = Steps(rig)
         before_bytes = held_bytes(bench.device)
@@ -124,34 +124,47 @@ CHANGES: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8"},
     "adamw8bit": {"optimizer": "adamw8bit"},
     "AdamW without fusing": {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": False}},
+    "compiled": {"compile": True},
 }
 """Settings that reduce memory or time, measured one at a time."""
 
-PACKING = ("int8", "nf4")
-"""Kinds of packed weights that are compared with bf16 on FLUX.1, all with gradient checkpointing."""
-
-PRODUCTS = ("int8", "fp8")
-"""Kinds of 8-bit matrix products that are compared with bf16 on FLUX.1, all with gradient checkpointing."""
+CHECKPOINTED: dict[str, dict[str, Any]] = {
+    "int8": {"quantize": "int8"},
+    "nf4": {"quantize": "nf4"},
+    "int8 products": {"compute": "int8"},
+    "fp8 products": {"compute": "fp8"},
+    "offload": {"offload": 0},
+    "compiled": {"compile": True},
+}
+"""Settings that are compared with bf16 weights on FLUX.1, all with gradient checkpointing."""
 
 _SECONDS_AND_MEMORY = (Part("", "seconds", "steps"), Part("memory", "bytes", "peak", "bytes"))
 
+
+def _bare_loop(name: str, model: BaseModel, **training: Any) -> Experiment:
+    return Experiment(
+        f"{name} LoRA step, bf16",
+        "reading, noise, forward, backward, AdamW"
+        + ("; activations computed again" if model.training else ""),
+        "the same denoiser and adapter: forward, backward, AdamW on tensors on the device",
+        (*usual_parts("steps", most=1.05, most_if_short=1.10), _LOADER),
+        80.0,
+        _opening(_against_the_bare_loop, model=model, training=training),
+    )
+
+
+def _text(change: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in change.items())
+
+
 EXPERIMENTS = [
-    *(
-        Experiment(
-            f"{model.name} LoRA step, bf16",
-            "reading, noise, forward, backward, AdamW"
-            + ("; activations computed again" if model.training else ""),
-            "the same denoiser and adapter: forward, backward, AdamW on tensors on the device",
-            (*usual_parts("steps", most=1.05, most_if_short=1.10), _LOADER),
-            90.0,
-            _opening(_against_the_bare_loop, model=model),
-        )
-        for model in MODELS
-    ),
+    *(_bare_loop(model.name, model) for model in MODELS),
+    # With this batch size, a step waits for the CPU to start kernels.
+    _bare_loop("SDXL batch 1", MODELS[0], batch_size=1),
     *(
         Experiment(
             f"SDXL LoRA step, {name}",
-            f"our steps with {', '.join(f'{key}: {value}' for key, value in change.items())}",
+            f"our steps with {_text(change)}",
             "our steps without it",
             _SECONDS_AND_MEMORY,
             45.0,
@@ -161,28 +174,13 @@ EXPERIMENTS = [
     ),
     *(
         Experiment(
-            f"FLUX.1 LoRA step, checkpointed, {kind}",
-            f"our steps with quantize: {kind} and gradient checkpointing",
+            f"FLUX.1 LoRA step, checkpointed, {name}",
+            f"our steps with {_text(change)} and gradient checkpointing",
             "our steps with bf16 weights and gradient checkpointing",
             _SECONDS_AND_MEMORY,
-            60.0,
-            _opening(
-                _against_itself, model=MODELS[1], training={"quantize": kind, "gradient_checkpointing": True}
-            ),
+            45.0,
+            _opening(_against_itself, model=MODELS[1], training={**change, "gradient_checkpointing": True}),
         )
-        for kind in PACKING
-    ),
-    *(
-        Experiment(
-            f"FLUX.1 LoRA step, checkpointed, {kind} products",
-            f"our steps with compute: {kind} and gradient checkpointing",
-            "our steps with bf16 weights and gradient checkpointing",
-            _SECONDS_AND_MEMORY,
-            60.0,
-            _opening(
-                _against_itself, model=MODELS[1], training={"compute": kind, "gradient_checkpointing": True}
-            ),
-        )
-        for kind in PRODUCTS
+        for name, change in CHECKPOINTED.items()
     ),
 ]

@@ -96,7 +96,8 @@ def test_the_bound_is_looser_if_a_unit_of_the_limit_takes_less_than_100_ms(
 
 def test_only_training_steps_against_the_bare_loop_have_the_looser_bound() -> None:
     looser = {each.name: part for each in EXPERIMENTS for part in each.parts if part.most_if_short}
-    assert set(looser) == {f"{model.name} LoRA step, bf16" for model in MODELS}
+    names = [*(model.name for model in MODELS), "SDXL batch 1"]
+    assert set(looser) == {f"{name} LoRA step, bf16" for name in names}
     assert {(part.key, part.most, part.most_if_short) for part in looser.values()} == {
         ("seconds", 1.05, 1.10)
     }
@@ -149,10 +150,19 @@ def test_models_in_a_given_folder_are_written_once_and_only_when_complete(
     assert (kept / "tiny" / MODELS[0].name).is_dir()
 
 
-def test_flux_is_measured_with_packed_weights_under_gradient_checkpointing() -> None:
+def test_flux_is_measured_with_settings_for_large_models_under_gradient_checkpointing() -> None:
     parts = {each.name: {part.key for part in each.parts} for each in EXPERIMENTS if "FLUX" in each.name}
-    for kind in ("int8", "nf4"):
+    for kind in ("int8", "nf4", "int8 products", "fp8 products", "offload", "compiled"):
         assert parts[f"FLUX.1 LoRA step, checkpointed, {kind}"] == {"seconds", "bytes"}
+
+
+def test_defaults_of_the_vae_small_batches_and_previews_are_measured_each_as_a_part() -> None:
+    parts = {each.name: {part.key for part in each.parts} for each in EXPERIMENTS}
+    usual = {"seconds", "bytes", "share"}
+    assert parts["SDXL VAE, float32"] == parts["FLUX.1 VAE, float32"] == usual
+    assert parts["SDXL batch 1 LoRA step, bf16"] == {*usual, "loader"}
+    assert parts["SDXL preview"] == parts["FLUX.1 preview"] == usual
+    assert parts["SDXL LoRA step, compiled"] == {"seconds", "bytes"}
 
 
 def test_figure_names_of_experiments_are_unique() -> None:
