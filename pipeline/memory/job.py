@@ -61,7 +61,7 @@ class StageMemory:
 
     Attributes:
         stage: "write captions" for recipes with a vision-language model that captions images, "encode
-            latents", "encode text" or "train".
+            latents", "encode text", "train", or "draw previews" for recipes with previews.
         device_bytes: Peak bytes on one GPU.
         host_bytes: Peak bytes of one process on the host.
         note: What the stage does if it does not fit, what `offload: auto` resolves to, and that the GPU of

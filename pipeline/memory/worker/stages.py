@@ -15,6 +15,7 @@ from pipeline.memory.job import CaptionerJob, MemoryForecast, MemoryJob, StageMe
 from pipeline.memory.worker.captioning import caption_memory
 from pipeline.memory.worker.changes import cheapest_change
 from pipeline.memory.worker.encoding import latents_bytes, text_memory
+from pipeline.memory.worker.previews import previews_bytes
 from pipeline.memory.worker.times import computed_times
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import emulates_bf16
@@ -24,9 +25,14 @@ from pipeline.trained_lora.worker.memory.training import TrainingForecast
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pipeline.images.geometry import Size
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe
+    from pipeline.trained_lora.worker.memory.training import Variant
 
 _LATENTS_NOTE = "smaller batches, then tiles, if memory runs out"
+
+_PREVIEWS_NOTE = "tiles in bfloat16 if memory runs out"
 
 
 def forecast_stages(job: MemoryJob, phase: Callable[[str], None] = lambda text: None) -> MemoryForecast:
@@ -51,7 +57,9 @@ def forecast_stages(job: MemoryJob, phase: Callable[[str], None] = lambda text: 
         vae, latents_device = latents_bytes(family, size, vae_dtype)
         text = text_memory(family, text_dtypes, offload=recipe.text.offload, card_bytes=card_bytes)
         offload = _offload(training, recipe, usable_bytes)
-        trained = training.memory(replace(training.variant, offload=offload))
+        variant = replace(training.variant, offload=offload)
+        trained = training.memory(variant)
+        previews = _preview_stage(family, training, variant, process_bytes + trained.host, recipe, size)
     except (RuntimeError, NotImplementedError) as err:
         raise ModelError(
             f"memory cannot be forecast for {family.spec.name}: {str(err).partition(chr(10))[0]}",
@@ -79,6 +87,7 @@ def forecast_stages(job: MemoryJob, phase: Callable[[str], None] = lambda text: 
                     filter(None, [_offload_note(training, recipe, offload), _precision_note(job, training)])
                 ),
             ),
+            *previews,
         ),
         card=card,
         card_bytes=card_bytes,
@@ -87,6 +96,16 @@ def forecast_stages(job: MemoryJob, phase: Callable[[str], None] = lambda text: 
         machine_bytes=machine_bytes(),
         times=times,
     )
+
+
+def _preview_stage(
+    family: WorkerFamily, training: TrainingForecast, variant: Variant, host: int, recipe: Recipe, size: Size
+) -> list[StageMemory]:
+    """Return the stage of the previews; empty if the training draws none."""
+    if recipe.training.sample_every == 0:
+        return []
+    vae, device = previews_bytes(family, recipe, training, variant, size)
+    return [StageMemory("draw previews", device, host + vae, _PREVIEWS_NOTE)]
 
 
 def _caption_stage(job: MemoryJob, process_bytes: int, usable_bytes: int | None) -> list[StageMemory]:

@@ -41,7 +41,8 @@ def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: 
     assert completed.exception is None, completed.output
     memory = json.loads(completed.stdout)["memory"]
     assert GIB < memory["machine_bytes"] <= psutil.virtual_memory().total
-    assert [stage["stage"] for stage in memory["stages"]] == ["encode latents", "encode text", "train"]
+    stages = [stage["stage"] for stage in memory["stages"]]
+    assert stages == ["encode latents", "encode text", "train", "draw previews"]
     assert memory["card_bytes"] == 5 * GIB
     # Batch 2 without checkpointing needs about 10 GiB.
     assert memory["stages"][2]["device_bytes"] > 5 * GIB

@@ -116,3 +116,37 @@ def step_peak_bytes(
             optimizer.step()
             optimizer.zero_grad()
     return allocations.peak_bytes
+
+
+def preview_peak_bytes(
+    make: Callable[[], nn.Module],
+    make_vae: Callable[[], nn.Module],
+    draw: Callable[[nn.Module, nn.Module], Tensor],
+    *,
+    adapter: Any,
+) -> int:
+    """Return the peak bytes of a preview after a training step with AdamW, with weights and optimizer state.
+
+    Args:
+        make: Creates the network in bfloat16, on the default device.
+        make_vae: Creates the VAE in float32, on the default device.
+        draw: Returns the pixels that the network and the VAE draw.
+        adapter: peft's configuration.
+    """
+    with torch.device("meta"):
+        network: Any = make().requires_grad_(False)
+        network.add_adapter(adapter)
+        vae = make_vae().requires_grad_(False)
+    for weight in network.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+
+    allocations = Allocations()
+    with FakeTensorMode(allow_non_fake_inputs=True), allocations, torch.no_grad():
+        network.to_empty(device="cpu")
+        weights = [weight for weight in network.parameters() if weight.requires_grad]
+        states = [torch.zeros_like(weight) for weight in weights for _ in ("exp_avg", "exp_avg_sq")]
+        vae.to_empty(device="cpu")
+        draw(network, vae)
+    assert len(states) == 2 * len(weights)
+    return allocations.peak_bytes

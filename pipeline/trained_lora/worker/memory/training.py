@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -245,6 +245,22 @@ class TrainingForecast:
         memory.backward(loss, denoiser, modes)
         return memory.peak_bytes
 
+    def inference_bytes(self, variant: Variant, size: Size, batch_size: int) -> int:
+        """Return the peak bytes of a pass without gradients over images of the given size."""
+        denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
+        packed = (
+            {} if variant.packing is None else dict.fromkeys(_packable(denoiser, variant), variant.packing)
+        )
+        autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
+        memory = LiveMemory(without=tensors_of(denoiser))
+        denoiser.eval()
+        try:
+            with torch.no_grad(), memory, CudaRules(autocast, packed, memory.count):
+                self._prediction(denoiser, batch_size, size, self.conditions(batch_size))
+        finally:
+            denoiser.train()
+        return memory.peak_bytes
+
     def run_step(
         self,
         variant: Variant,
@@ -275,15 +291,20 @@ class TrainingForecast:
             LiveMemory().backward(loss, denoiser, modes)
 
     def _loss(self, denoiser: nn.Module, text: list[nn.Module], batch_size: int) -> Tensor:
-        shape = (batch_size, *self._family.latent_shape(self._size))
-        noisy, target = (torch.empty(shape, device="meta") for _ in range(2))
-        timesteps = torch.empty(batch_size, device="meta")
         conditions = self.conditions(batch_size)
         text_term = text_loss(text, batch_size)
         for name in self._family.text_shapes() if text else ():
             conditions[name].requires_grad_()
-        prediction = self._family.denoiser.predict(denoiser, noisy, timesteps, conditions)
+        target = torch.empty((batch_size, *self._family.latent_shape(self._size)), device="meta")
+        prediction = self._prediction(denoiser, batch_size, self._size, conditions)
         return sample_losses(prediction, target, self._recipe.training.loss).mean() + text_term
+
+    def _prediction(
+        self, denoiser: nn.Module, batch_size: int, size: Size, conditions: Mapping[str, Any]
+    ) -> Tensor:
+        noisy = torch.empty((batch_size, *self._family.latent_shape(size)), device="meta")
+        timesteps = torch.empty(batch_size, device="meta")
+        return self._family.denoiser.predict(denoiser, noisy, timesteps, conditions)
 
     def conditions(self, batch_size: int) -> dict[str, Any]:
         """Return conditions of the longest captions; lengths and masks have values, which decide shapes."""
