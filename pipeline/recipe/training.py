@@ -288,6 +288,12 @@ class TrainingSettings(Settings):
 
         if self.lora.scale_weight_norms is not None:
             yield from self._norm_limit_violations()
+        optimizer = OPTIMIZERS.get(self.optimizer)
+        if self.lora.kind == "oft" and optimizer is not None and optimizer.own_schedule:
+            what = f"lora.kind: oft cannot be combined with optimizer: {self.optimizer}, which exports an "
+            what += "average of weights from before the limit of rotations"
+            fix = "use another training.optimizer"
+            yield Violation("optimizer", what, fix, involves=("lora", "optimizer"))
 
         conflicts = (
             (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),

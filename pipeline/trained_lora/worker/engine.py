@@ -28,7 +28,7 @@ from pipeline.trained_lora.worker.adapter.lora import (
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.timestep_ranks import TimestepRanks
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
-from pipeline.trained_lora.worker.adapter.weight_norms import WeightNormLimit
+from pipeline.trained_lora.worker.adapter.weight_norms import norm_limit
 from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.compiled import require_compiler
@@ -245,8 +245,7 @@ class Engine:
         optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
         self._lr_scheduler = make_lr_scheduler(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
-        limit = lora.scale_weight_norms
-        self._norm_limit = None if limit is None else WeightNormLimit(self.networks.values(), limit)
+        self._norm_limit = norm_limit(self.networks.values(), lora)
         self._skipped_steps = 0
 
         exclude_frozen_weights(self.joint_model)

@@ -116,6 +116,13 @@ def test_a_limit_of_norms_excludes_averaged_weights(training: dict[str, Any], wh
     assert what in mistakes[0].what
 
 
+def test_rotations_exclude_optimizers_that_average_weights_themselves() -> None:
+    assert mistakes_of({"kind": "oft"}, ema_decay=0.99) == []
+    mistakes = mistakes_of({"kind": "oft"}, optimizer="schedule_free")
+    assert [dotted(each.path) for each in mistakes] == ["training.optimizer"]
+    assert "lora.kind: oft cannot be combined with optimizer: schedule_free" in mistakes[0].what
+
+
 def test_compiled_blocks_exclude_ranks_by_timestep() -> None:
     mistakes = mistakes_of({"timestep_ranks": {}}, compile=True)
     assert [dotted(each.path) for each in mistakes] == ["training.compile"]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, lora_modules
+from pipeline.trained_lora.worker.adapter.rotation_limit import RotationLimit
+
+if TYPE_CHECKING:
+    from pipeline.recipe import LoraSettings
+
+
+def norm_limit(networks: Iterable[nn.Module], lora: LoraSettings) -> WeightNormLimit | RotationLimit | None:
+    """Return the limit that applies to the adapters after each step; None if there is none."""
+    if lora.kind == "oft":
+        return RotationLimit(networks)
+    return None if lora.scale_weight_norms is None else WeightNormLimit(networks, lora.scale_weight_norms)
 
 
 class WeightNormLimit:
