@@ -185,7 +185,17 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
     facts["loss"]["timesteps"] |= _timesteps(recipe.training, entries.family)
     if inputs.is_by_content:
         facts["samples"] |= {"ordered_by": "content", **_members(inputs.trained, _named_datasets(facts))}
+    if shares_casts(inputs, facts["mixed_precision"]):
+        facts["shared_casts"] = True
     return facts
+
+
+def shares_casts(inputs: TrainingInputs, mixed_precision: str) -> bool:
+    """Return whether layers with the same input share its cast, which rounds sums of gradients differently.
+
+    Runs of 0.3.0 and earlier, whose inputs are ordered by name, are resumed without it.
+    """
+    return inputs.is_by_content and mixed_precision != "no"
 
 
 def _timesteps(training: TrainingSettings, family: Family) -> Facts:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import allow_tf32, avoid_cudnn_attention, own_device
+from pipeline.trained_lora.fingerprint import shares_casts
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.adapter.lora import (
@@ -25,11 +26,12 @@ from pipeline.trained_lora.worker.adapter.lora import (
     collect,
     load_networks_state,
 )
+from pipeline.trained_lora.worker.adapter.shared_casts import share_casts
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights
 from pipeline.trained_lora.worker.adapter.timestep_ranks import TimestepRanks
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.adapter.weight_norms import norm_limit
-from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile
+from pipeline.trained_lora.worker.base_model import BASE_DTYPES, enable_memory_savings_and_compile
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.compiled import require_compiler
 from pipeline.trained_lora.worker.context_lora import load_base_with_context
@@ -196,9 +198,10 @@ class Engine:
 
         # The family's default targets all receive gradients. Others, and CLIP's last layers, may not.
         all_weights_used = lora.family_modules and lora.text_encoders is None
+        precision = family.mixed_precision(job.recipe.accelerate.mixed_precision)
         self.accelerator = make_accelerator(
             job.recipe.accelerate,
-            mixed_precision=family.mixed_precision(job.recipe.accelerate.mixed_precision),
+            mixed_precision=precision,
             find_unused_parameters=not all_weights_used,
         )
         self._family = family
@@ -211,6 +214,8 @@ class Engine:
         self.denoiser = self._add_adapter(
             load_base_with_context(family, self.resident.applied(job.recipe), device), begin
         )
+        if shares_casts(job.inputs, precision):
+            share_casts(self.denoiser, getattr(torch, BASE_DTYPES[precision]))
         ranks = lora.timestep_ranks
         self._timestep_ranks = None if ranks is None else TimestepRanks(self.denoiser, ranks)
         if lora.text_encoders is not None:

@@ -27,6 +27,7 @@ from pipeline.trained_lora.fingerprint import (
     run_facts,
     run_id,
 )
+from pipeline.trained_lora.identities import by_content
 from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
@@ -215,6 +216,19 @@ def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samp
     int8 = samples.ids({"training": {"quantize": "int8"}})
     assert int8 == samples.ids({"training": {"quantize": "int8_torchao"}})
     assert int8.run != samples.unchanged.run
+
+
+def test_shared_casts_are_a_fact_of_new_runs_in_mixed_precision_only(samples: Samples) -> None:
+    facts: dict[tuple[str, bool], Any] = {}
+    for precision in ("bf16", "no"):
+        entries = RecipeEntries(samples.recipe({"accelerate": {"mixed_precision": precision}}))
+        latents, text = samples.tables(entries, samples.validated)
+        named = training_inputs(entries.recipe, entries, latents, text)
+        for inputs in (named, by_content(named, entries.recipe, latents)):
+            found = run_facts(entries.recipe, entries, inputs).get("shared_casts")
+            facts[precision, inputs.is_by_content] = found
+    expected = {("bf16", True): True, ("bf16", False): None, ("no", True): None, ("no", False): None}
+    assert facts == expected
 
 
 def test_nf4_has_another_name_in_run_ids_than_before_its_scales_were_quantized() -> None:

@@ -19,6 +19,7 @@ from pipeline.models.worker.offload.streamed_blocks import NUM_SLOTS, repeated_b
 from pipeline.side_inputs.references import reference_geometry
 from pipeline.trained_lora.context_file import refused_context
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
+from pipeline.trained_lora.worker.adapter.shared_casts import share_casts
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 from pipeline.trained_lora.worker.frozen_lora import num_values
 from pipeline.trained_lora.worker.loss import sample_losses
@@ -206,6 +207,8 @@ class TrainingForecast:
         targets, lora = self._family.lora_targets(), self._recipe.training.lora
         with torch.device("meta"):
             add_lora(cast("ModelMixin", denoiser), lora, targets=targets, seed=self._recipe.training.seed)
+        if dtype != BASE_DTYPES["no"]:
+            share_casts(denoiser, getattr(torch, dtype))
         if checkpointing:
             self._family.denoiser.recompute_activations(denoiser)
         compute_positions_on_cpu(denoiser)
