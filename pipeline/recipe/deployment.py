@@ -295,8 +295,8 @@ class DeploymentFile(Settings):
     scratch: FolderPath = Field(
         default=DEFAULT_SCRATCH,
         description="Local folder for working copies of output folders that are addresses, for unpacked "
-        "images in shards, for copies of packs, and for the output of Slurm jobs. Relative to the project "
-        "root.",
+        "images in shards, for copies of packs, for compiled blocks, and for the output of Slurm jobs. "
+        "Relative to the project root.",
     )
     seal_packs: bool = Field(
         default=False,

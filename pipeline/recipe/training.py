@@ -183,10 +183,11 @@ class TrainingSettings(Settings):
         "memory forecast allows on the GPU of the run, and all of them on a CPU. "
         "With `quantize: nf4` it requires `gradient_checkpointing`.",
     )
-    compile: bool = Field(
+    compile: bool | Literal["auto"] = Field(
         default=False,
         description="Compile the repeated blocks with torch.compile. The first steps of each bucket size "
-        "take longer, later steps less. Needs a C++ compiler.",
+        "take longer, later steps less. Needs a C++ compiler. auto compiles on a GPU if this machine and the "
+        "recipe's other settings allow it, and not on a CPU; the log has the reason.",
     )
     checkpoint_every: int = Field(
         default=250, ge=1, le=MAX_COUNT, description="Number of steps between two checkpoints."
@@ -327,7 +328,7 @@ class TrainingSettings(Settings):
                 yield Violation("lora.scale_weight_norms", what, fix, involves=("lora", key))
 
     def _compute_violations(self) -> Iterator[Violation]:
-        if self.compile and self.lora.timestep_ranks is not None:
+        if self.compile is True and self.lora.timestep_ranks is not None:
             what = "compile: true cannot be combined with lora.timestep_ranks"
             yield Violation("compile", what, "remove one of the two", involves=("compile", "lora"))
         same = {"int8": ("int8", "int8_torchao"), "fp8": ("fp8_torchao",)}
@@ -393,7 +394,7 @@ def shard_violations(num_processes: int, training: TrainingSettings) -> Iterator
         (training.offload != "none", f"training.offload: {training.offload}", "offload: none"),
         (training.quantize != "none", f"training.quantize: {training.quantize}", "quantize: none"),
         (training.compute != "none", f"training.compute: {training.compute}", "compute: none"),
-        (training.compile, "training.compile: true", "compile: false"),
+        (training.compile is True, "training.compile: true", "compile: false"),
         (lora.dora, "training.lora.dora: true", "lora.dora: false"),
         (lora.starts_from_base_weights, f"training.lora.init: {lora.init}", "lora.init: kaiming"),
         (lora.text_encoders is not None, "training.lora.text_encoders", "lora.text_encoders: null"),

@@ -521,6 +521,8 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, source: Source) -> Re
             sum(line.get("seconds", 0.0) for line in metrics) * finished.get("num_nodes", 1) / 3600, 4
         ),
         "offload": finished.get("offload", "none"),
+        # Runs of 0.3.0 and earlier lack it, and their recipes have no auto.
+        "compile": finished.get("compile", job.recipe.training.compile),
         "peak_memory_bytes": finished["peak_memory_bytes"],
         "warnings": finished["warnings"],
         "files": {item["name"]: item["bytes"] for item in finished["files"]},

@@ -6,12 +6,16 @@ one of several. If the parent dies, the process saves a checkpoint if it can do 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
 from pipeline.trained_lora.worker.stop_request import STOPPED_STATUS, stop_on_signals, stop_orphan
+
+COMPILED = "compiled"
+"""Folder of the compiled blocks of all trainings, in the scratch folder."""
 
 
 def main(path: Path) -> None:
@@ -34,6 +38,10 @@ def main(path: Path) -> None:
         max_copied_bytes = round(load_deployment().pack_copies_gb * 1e9)
         copies = CopySettings(scratch_folder(project_root()) / PACKS, max_copied_bytes)
         job = read_job(path, copies=copies)
+
+        # torch's default, the temporary folder, is lost with a container or at a restart. A resumed run would
+        # compile its blocks again.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch_folder(project_root()) / COMPILED))
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
         import torch

@@ -33,7 +33,7 @@ from pipeline.trained_lora.worker.adapter.warm_start import warm_start
 from pipeline.trained_lora.worker.adapter.weight_norms import norm_limit
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES, enable_memory_savings_and_compile
 from pipeline.trained_lora.worker.checkpoint import TrainingState
-from pipeline.trained_lora.worker.compiled import require_compiler
+from pipeline.trained_lora.worker.compiled import compiled_blocks
 from pipeline.trained_lora.worker.context_lora import load_base_with_context
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
@@ -193,8 +193,7 @@ class Engine:
         avoid_cudnn_attention(own)
         self._settings = job.recipe.training
         lora = self._settings.lora
-        if self._settings.compile:
-            require_compiler(own)
+        self.compiled = compiled_blocks(family, job.recipe, own)
 
         # The family's default targets all receive gradients. Others, and CLIP's last layers, may not.
         all_weights_used = lora.family_modules and lora.text_encoders is None
@@ -227,7 +226,7 @@ class Engine:
         self.training_adapter = load_training_adapter(job, family, self.denoiser)
 
         # After the adapter was added, because peft replaces modules of the blocks.
-        enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
+        enable_memory_savings_and_compile(family, self.denoiser, self.compiled.applied(job.recipe))
 
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
         self.joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser

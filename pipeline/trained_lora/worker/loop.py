@@ -228,8 +228,8 @@ class _TrainingRun:
         if not self.main:
             return
         device = self.engine.accelerator.device
-        if self.engine.resident.reason:
-            self.report.info(self.engine.resident.reason)
+        for reason in filter(None, (self.engine.resident.reason, self.engine.compiled.reason)):
+            self.report.info(reason)
         if (streamed := streamed_blocks(self.engine.denoiser)) is not None:
             memory = streamed.store.memory
             log = self._warn if memory.refusal else self.report.info
@@ -458,6 +458,7 @@ class _TrainingRun:
             "num_nodes": machines_of_this_process().number,
             "scheduler_job": scheduler_job(os.environ),
             "offload": engine.resident.offload,
+            "compile": engine.compiled.applies,
             "num_weights": self._num_weights(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
             "files": [asdict(file) for file in files],

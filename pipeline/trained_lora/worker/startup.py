@@ -32,7 +32,7 @@ class Startup:
 
     Attributes:
         base: Phase in which the base model is loaded, such as "loading the transformer".
-        trial: Phase of the trial step, which also compiles the model if `training.compile` is set.
+        trial: Phase of the trial step, which also compiles the model if `training.compile` is true.
         first_step: Phase of the first step, which compiles the model if a resumed run had no trial step.
     """
 
@@ -44,8 +44,9 @@ class Startup:
 
         # Only counted: verifying checkpoints needs torch, and its import is the first phase.
         resumes = bool(checkpoint_list(RunLayout(job.folder)))
-        self.trial = "compiling and trial step" if training.compile else "trial step"
-        self.first_step = "compiling and first step" if training.compile and resumes else "first step"
+        compiles = training.compile is True  # auto is resolved later, and its log line says so
+        self.trial = "compiling and trial step" if compiles else "trial step"
+        self.first_step = "compiling and first step" if compiles and resumes else "first step"
         self._report = report
 
         validates = training.validate_every > 0 and bool(job.inputs.held_out)

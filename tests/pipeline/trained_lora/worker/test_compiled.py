@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from demo.tiny_models import make_tiny_sd3
 from pipeline.errors import TrainingError
+from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.trained_lora.worker.compiled import (
     RECOMPILE_LIMIT,
     allow_recompilation,
+    compiled_blocks,
     fallbacks_reported,
     missing_for_kernels,
     require_compiler,
@@ -78,3 +82,80 @@ def test_a_gpu_needs_what_compiles_its_kernels(tmp_path: Path, monkeypatch: pyte
     assert missing_for_kernels(header) == f"{header}, the header of Python"
     header.touch()
     assert missing_for_kernels(header) is None
+
+
+def recipe(base: Path, compile_blocks: object, **values: object) -> Recipe:
+    return recipe_from_mapping(
+        "demo",
+        {
+            "datasets": [{"name": "photos", "path": "photos"}],
+            "output_dir": "out",
+            "model": {"base": str(base)},
+            "training": {"compile": compile_blocks, **values},
+        },
+    )
+
+
+@pytest.fixture
+def tiny(tiny_sdxl: Path) -> WorkerFamily:
+    return load_family(tiny_sdxl)
+
+
+def missing_compiler(monkeypatch: pytest.MonkeyPatch, missing: str | None) -> None:
+    monkeypatch.setattr("pipeline.trained_lora.worker.compiled.missing_for_kernels", lambda: missing)
+
+
+def test_auto_compiles_on_a_gpu_with_a_compiler_only(
+    tiny: WorkerFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = recipe(tiny.model.path, "auto")
+    missing_compiler(monkeypatch, None)
+    blocks = compiled_blocks(tiny, auto, "cuda:0")
+    assert blocks.applies
+    assert "auto compiles the blocks" in blocks.reason
+    assert blocks.applied(auto).training.compile is True
+
+    on_cpu = compiled_blocks(tiny, auto, "cpu")
+    assert not on_cpu.applies
+    assert "runs on a CPU" in on_cpu.reason
+    assert on_cpu.applied(auto).training.compile is False
+
+    missing_compiler(monkeypatch, "a C compiler")
+    without = compiled_blocks(tiny, auto, "cuda:0")
+    assert not without.applies
+    assert without.reason.endswith("a C compiler is missing")
+    with pytest.raises(TrainingError, match="compile: true needs a C compiler"):
+        compiled_blocks(tiny, recipe(tiny.model.path, True), "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"lora": {"timestep_ranks": {}}}, "timestep_ranks is set"),
+        ({"quantize": "int8", "gradient_checkpointing": True}, "quantize is set"),
+        ({"compute": "int8"}, None),
+        ({"offload": 0}, None),
+    ],
+)
+def test_auto_leaves_blocks_that_other_settings_keep_from_being_compiled(
+    tiny: WorkerFamily, monkeypatch: pytest.MonkeyPatch, training: dict[str, object], reason: str | None
+) -> None:
+    missing_compiler(monkeypatch, None)
+    blocks = compiled_blocks(tiny, recipe(tiny.model.path, "auto", **training), "cuda:0")
+    assert blocks.applies == (reason is None)
+    assert reason is None or reason in blocks.reason
+
+
+def test_auto_leaves_a_model_without_repeated_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_sd3(tmp_path / "sd3")
+    missing_compiler(monkeypatch, None)
+    blocks = compiled_blocks(load_family(tmp_path / "sd3"), recipe(tmp_path / "sd3", "auto"), "cuda:0")
+    assert not blocks.applies
+    assert "lists no blocks of SD3Transformer2DModel" in blocks.reason
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_a_stated_value_needs_no_reason(tiny: WorkerFamily, *, value: bool) -> None:
+    blocks = compiled_blocks(tiny, recipe(tiny.model.path, value), "cpu")
+    assert blocks.applies == value
+    assert blocks.reason == ""

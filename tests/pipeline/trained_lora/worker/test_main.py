@@ -92,6 +92,25 @@ def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_u
     assert json.loads(RunLayout(job.folder).result.read_text())["resumed_from"] >= num_steps_done
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_resumed_run_uses_the_compiled_blocks_of_the_scratch_folder(
+    make_project: Callable[..., Project], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    deployment, scratch = tmp_path / "deployment.yaml", tmp_path / "scratch"
+    deployment.write_text(f"scratch: {scratch}\n")
+    monkeypatch.setenv("LATENTLINE_DEPLOYMENT", str(deployment))
+    project = make_project(sizes={"64x64": 4}, compile=True)
+    libraries: list[set[Path]] = []
+    for steps in (1, 2):
+        assert started(project.changed("run", steps=steps).job().write()).wait(500) == 0
+        libraries.append(set(scratch.glob("compiled/**/*.so")))
+    assert json.loads(RunLayout(project.changed("run").job().folder).result.read_text())["resumed_from"] == 1
+    assert libraries[0], "the first process compiled nothing"
+    assert libraries[1] == libraries[0]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "more",
