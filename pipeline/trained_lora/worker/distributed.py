@@ -52,6 +52,8 @@ def make_accelerator(
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
                 # Gradients are views of the buffers that processes exchange, which saves a copy of all.
+                # `static_graph` is not set: if the first step has several micro-batches, of which all but the
+                # last run in `no_sync`, DDP of torch 2.13 fails with an internal assertion.
                 DistributedDataParallelKwargs(
                     find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
                 ),
