@@ -141,7 +141,8 @@ KEYS = {
             "steps epochs exhausted batch_size gradient_accumulation learning_rate "
             "optimizer_arguments lr_scheduler lr_cycles lr_power decay_steps ema_decay "
             "warmup_steps guidance max_grad_norm seed quantize compute gradient_checkpointing "
-            "offload compile checkpoint_every keep_checkpoints sample_every validate_every tracker_project",
+            "offload compile attention_backend checkpoint_every keep_checkpoints sample_every validate_every "
+            "tracker_project",
         ),
         *_keys(
             "training.loss",

@@ -101,6 +101,7 @@ RECIPE_FACTS = (
     RecipeFact("lora.save_dtype", "training.lora.save_dtype", default="float32", since="0.3.0"),
     RecipeFact("lora.native_file", "training.lora.native_file", default=False, since="0.4.0"),
     RecipeFact("compile", "training.compile"),
+    RecipeFact("attention_backend", "training.attention_backend", default="native", since="0.4.0"),
 )
 """Recipe keys that decide the weights by their value; other keys are in `DERIVED_KEYS`.
 

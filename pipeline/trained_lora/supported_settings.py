@@ -13,6 +13,7 @@ from pipeline.models.size_multiple import local_family
 from pipeline.models.training_adapter import missing_adapter_warning
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.settings import one_of
+from pipeline.trained_lora.attention_backends import require_attention_backend
 from pipeline.trained_lora.module_patterns import require_module_patterns
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def require_supported_settings(recipe: Recipe, family: Family | None = None) -> 
     require_text_encoders(recipe.training, family)
     require_rotation_keys(recipe.training, family)
     require_module_patterns(recipe.training.lora, family)
+    require_attention_backend(recipe.training, family)
 
 
 def require_text_encoders(settings: TrainingSettings, family: Family) -> None:

@@ -162,6 +162,7 @@ EFFECTS: dict[str, Effect] = {
     "training.gradient_checkpointing": _nothing({"training": {"gradient_checkpointing": True}}),
     "training.offload": _nothing({"training": {"offload": "auto"}}),
     "training.compile": _run({"compile": True}),
+    "training.attention_backend": _run({"attention_backend": "_native_math"}),
     "training.checkpoint_every": _nothing({"training": {"checkpoint_every": 9}}),
     "training.keep_checkpoints": _nothing({"training": {"keep_checkpoints": 2}}),
     "training.sample_every": _nothing({"training": {"sample_every": 9}}),

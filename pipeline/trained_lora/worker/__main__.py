@@ -31,6 +31,7 @@ def main(path: Path) -> None:
         from pipeline.processes.launch import cpu_threads
         from pipeline.recipe import project_root
         from pipeline.recipe.deployment import load_deployment, scratch_folder
+        from pipeline.trained_lora.attention_backends import refuse_variable
         from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.run_folder import RunLayout
         from pipeline.trained_lora.worker import startup
@@ -38,6 +39,8 @@ def main(path: Path) -> None:
         max_copied_bytes = round(load_deployment().pack_copies_gb * 1e9)
         copies = CopySettings(scratch_folder(project_root()) / PACKS, max_copied_bytes)
         job = read_job(path, copies=copies)
+
+        refuse_variable(os.environ)
 
         # torch's default, the temporary folder, is lost with a container or at a restart. A resumed run would
         # compile its blocks again.

@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import TrainingError, install_extra
 from pipeline.models.worker.offload.host_memory import training_memory
 from pipeline.models.worker.offload.streamed_blocks import repeated_blocks, stream_blocks, streamed_blocks
+from pipeline.trained_lora.attention_backends import DEFAULT_BACKEND, require_backend_of_device
 from pipeline.trained_lora.worker.compiled import allow_recompilation, missing_for_kernels
 from pipeline.trained_lora.worker.eight_bit import use_eight_bit_products
 from pipeline.trained_lora.worker.nf4 import unpacked_layers
@@ -56,10 +57,11 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     `training.offload` must be resolved, see `memory.resident_blocks`.
 
     Raises:
-        TrainingError: The quantisation or 8-bit products need a missing package or GPU, or apply to no
-            weight, or the denoiser has no blocks to stream.
+        TrainingError: The quantisation, 8-bit products or attention backend need a missing package or GPU, or
+            apply to no weight, or the denoiser has no blocks to stream.
     """
     training, dtype = recipe.training, base_dtype(family, recipe)
+    require_backend_of_device(training, device)
     kind, compute, offload = training.quantize, training.compute, training.offload
     assert offload != "auto", "training.offload is not resolved"
     unpacked = unpacked_layers(family) if kind == "nf4" or compute != "none" else ()
@@ -72,6 +74,8 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     shard = recipe.accelerate.shard
     load_device = "cpu" if shard or (offload != "none" and kind != "nf4") else device
     denoiser = family.denoiser.load(dtype, load_device, quantization=config)
+    if training.attention_backend != DEFAULT_BACKEND:
+        cast("Any", denoiser).set_attention_backend(training.attention_backend)
     if config is not None and not any(map(_is_quantized, denoiser.parameters())):
         key, value = ("compute", compute) if compute != "none" else ("quantize", kind)
         raise TrainingError(
