@@ -116,8 +116,11 @@ class TrainingMemory:
 class TrainingForecast:
     """Memory of a recipe's training, for its own settings and for others."""
 
-    def __init__(self, family: WorkerFamily, recipe: Recipe, size: Size) -> None:
-        """Prepare to forecast steps with images of the given size."""
+    def __init__(
+        self, family: WorkerFamily, recipe: Recipe, size: Size, *, shares_casts: bool = True
+    ) -> None:
+        """Prepare to forecast steps with images of the given size; see `share_casts`."""
+        self._shares_casts = shares_casts
         self._family = family
         self._recipe = recipe
         self._size = size
@@ -207,7 +210,7 @@ class TrainingForecast:
         targets, lora = self._family.lora_targets(), self._recipe.training.lora
         with torch.device("meta"):
             add_lora(cast("ModelMixin", denoiser), lora, targets=targets, seed=self._recipe.training.seed)
-        if dtype != BASE_DTYPES["no"]:
+        if self._shares_casts and dtype != BASE_DTYPES["no"]:
             share_casts(denoiser, getattr(torch, dtype))
         if checkpointing:
             self._family.denoiser.recompute_activations(denoiser)
