@@ -50,11 +50,11 @@ def check_cron(value: str) -> str:
 
 def spread_cron(value: str, name: str) -> str:
     """Return a schedule with a minute that `name` decides in place of H, so that recipes start in turn."""
-    first, _, rest = value.partition(" ")
+    first, *rest = value.split()
     if first != SPREAD:
         return value
     minute = int(hashlib.sha256(name.encode("utf-8")).hexdigest()[:8], 16) % 60
-    return f"{minute} {rest}"
+    return " ".join([str(minute), *rest])
 
 
 def _numbers(text: str, name: str, low: int, high: int) -> set[int]:
@@ -67,6 +67,12 @@ def _numbers(text: str, name: str, low: int, high: int) -> set[int]:
             start, stop = low, high
         else:
             start = _number(first, name, low, high)
+            # Dagster refuses it, because the week of a range ends on Saturday, 6.
+            if slash and not dash and (name, start) == ("day of week", high):
+                reject(
+                    f"a range in recache.cron must not start with 7, got {part} as {name}",
+                    "write 0 for Sunday",
+                )
             # "10/5" means from 10 to the end of the range.
             stop = _number(last, name, low, high) if dash else (high if slash else start)
         if start > stop:

@@ -37,6 +37,7 @@ def test_every_accepted_schedule_is_valid_for_dagster(text: str):
         "5 4 * JAN sun",
         "0 0 29 2 *",
         "10/5 * * * 7",
+        " 0\t3 * * 5-7/2\n",
     ],
 )
 def test_common_schedules_are_accepted(text: str):
@@ -44,7 +45,8 @@ def test_common_schedules_are_accepted(text: str):
     assert is_valid_cron_schedule(text)
 
 
-@pytest.mark.parametrize("text", ["H 3 * * *", "H */4 * * mon-fri"])
+# With a tab after H or a space before it, Dagster refused the schedule, and no recipe could be loaded.
+@pytest.mark.parametrize("text", ["H 3 * * *", "H */4 * * mon-fri", "H\t3 * * *", " H 3 * * *\n"])
 def test_the_minute_H_is_a_number_of_the_recipe(text: str):
     assert accepted(text)
     minutes = {spread_cron(text, f"flowers{number}").split()[0] for number in range(40)}
@@ -78,6 +80,7 @@ def test_other_schedules_are_the_same_for_all_recipes(text: str):
         ("0 3 * * 8", "day of week of recache.cron must be between 0 and 7, got '8'"),
         ("x 3 * * *", "minute of recache.cron must be between 0 and 59, got 'x'"),
         ("*/0 3 * * *", "minute of recache.cron must be between 1 and 59, got '0'"),
+        ("0 3 * * 7/2", "a range in recache.cron must not start with 7, got 7/2 as day of week"),
         ("30-10 3 * * *", "must start before it ends, got 30-10 as minute"),
         ("0 3 31 2,4 *", "must name a day that its months have"),
         ("١ 3 * * *", "minute of recache.cron must be between 0 and 59, got '١'"),
