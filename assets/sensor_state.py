@@ -3,9 +3,11 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from assets.recipe_runs import UnsuccessfulRun
 from pipeline.errors import counted
@@ -52,8 +54,8 @@ class SensorState:
         if not cursor:
             return cls()
         try:
-            values = json.loads(cursor)
-            state = cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+            # Also the types, because anybody may edit a cursor in the UI.
+            state = TypeAdapter(cls).validate_json(cursor)
             state.scan_position()
         except (TypeError, ValueError, LookupError):
             return cls()

@@ -75,7 +75,16 @@ def test_the_cursor_of_an_earlier_version_is_read(tmp_path: Path, instance: Dags
 
 @pytest.mark.parametrize(
     "cursor",
-    ['{"fingerprint": "0123456789abcdef"}', '{"position": {"folder": 3}}', '{"position": 3}', "[]", "run 3"],
+    [
+        '{"fingerprint": "0123456789abcdef"}',
+        '{"position": {"folder": 3}}',
+        '{"position": 3}',
+        "[]",
+        "run 3",
+        '{"observed": null}',
+        '{"listed": null}',
+        '{"since": "now"}',
+    ],
 )
 def test_a_cursor_of_another_version_counts_as_none(cursor: str) -> None:
     assert SensorState.from_cursor(cursor) == SensorState() == SensorState.from_cursor(None)
