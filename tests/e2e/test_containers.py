@@ -38,6 +38,8 @@ OTHER_HOST = ["unshare", "--uts", "sh", "-c", 'hostname latentline-code && exec 
 STATUS = """
 query ($run: ID!) { runOrError(runId: $run) { __typename ... on Run { status tags { key value } } } }"""
 
+NEWEST = "query { runsOrError(limit: 1) { ... on Runs { results { runId parentRunId } } } }"
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -161,6 +163,10 @@ class Stack:
         """Return status and tags of a run."""
         return self.query(STATUS, run=run_id)["runOrError"]
 
+    def newest_run(self) -> dict[str, Any]:
+        """Return the ids of the newest run and of the run that it repeats."""
+        return self.query(NEWEST)["runsOrError"]["results"][0]
+
     def wait_for(self, run_id: str, status: str) -> None:
         """Wait until the run has the status; fail if it has ended with another one."""
 
@@ -198,7 +204,9 @@ def test_a_job_of_the_ui_runs_in_the_code_server(stack: Stack) -> None:
     assert not (stack.workspace.root / "home" / "history").exists(), "nothing is in SQLite files"
 
 
-def test_O08_a_new_container_of_the_code_server_ends_the_runs_of_the_old_one(stack: Stack) -> None:
+def test_O08_a_new_container_of_the_code_server_ends_the_runs_of_the_old_one_and_dagster_starts_them_again(
+    stack: Stack,
+) -> None:
     stack.workspace.recipe(
         training={
             "steps": 100_000,
@@ -232,4 +240,10 @@ def test_O08_a_new_container_of_the_code_server_ends_the_runs_of_the_old_one(sta
             with stack.service("code"):
                 stack.wait_for_code()
                 stack.wait_for(endless, "FAILURE")
-                stack.wait_for(stack.launch("small_cache"), "SUCCESS")
+                until(
+                    lambda: stack.newest_run()["parentRunId"] == endless,
+                    "the retry of the daemon",
+                    seconds=120,
+                    log=stack.log("daemon"),
+                )
+                stack.wait_for(stack.newest_run()["runId"], "STARTED")
