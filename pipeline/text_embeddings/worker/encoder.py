@@ -46,8 +46,9 @@ GPU_BATCH = 16
 def captions_per_pass(family: WorkerFamily, device: str) -> int:
     """Return how many captions share a forward pass."""
     # On the CPU it is one, so that an embedding's bytes depend on its key alone. On a GPU it is more for
-    # CLIP, which pads all captions to one length: values differ by the arithmetic of a larger batch. Other
-    # encoders are large enough to keep a GPU busy with one caption.
+    # CLIP, which pads all captions to one length and computes in float32: values differ by the arithmetic of
+    # a larger batch. Other encoders are large enough to keep a GPU busy with one caption. In bfloat16, a
+    # padded batch would change an embedding as much as bfloat16 rounds it, by which other captions are new.
     return GPU_BATCH if family.text.is_clip and device != "cpu" else 1
 
 

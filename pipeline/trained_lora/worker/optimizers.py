@@ -247,7 +247,8 @@ def update_on_device(
 
 def can_skip_updates(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
     """Return whether a GPU can check updates, which needs torch's fused AdamW."""
-    # Other optimizers have no flag on the device that makes them skip a step, and copies of their weights and
-    # state would take memory. On a CPU nothing is gained.
+    # Other optimizers, such as bitsandbytes' 8-bit ones, Lion and Prodigy, have no flag on the device that
+    # makes them skip a step. Copies of their weights and state, to undo it, would take the memory that some
+    # of them save. On a CPU nothing is gained.
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
     return is_fused and device.type == "cuda"

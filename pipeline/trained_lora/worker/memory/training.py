@@ -254,9 +254,10 @@ class TrainingForecast:
     def inference_bytes(self, variant: Variant, size: Size, batch_size: int) -> int:
         """Return the peak bytes of a pass without gradients over images of the given size."""
         denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
-        packed = (
-            {} if variant.packing is None else dict.fromkeys(_packable(denoiser, variant), variant.packing)
-        )
+        packing = variant.packing
+        packed: dict[int, Packing] = {}
+        if packing is not None:
+            packed = dict.fromkeys(_packable(denoiser, variant), packing)
         autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
         memory = LiveMemory(without=tensors_of(denoiser))
         denoiser.eval()

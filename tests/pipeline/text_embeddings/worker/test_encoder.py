@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import T5Config, T5EncoderModel
 
 from demo.tiny_models import make_tiny_ernie_image
 from demo.tiny_models.parts import write_json
@@ -136,3 +141,30 @@ def test_a_regular_expression_that_never_ends_names_caption_and_tokenizer(
         list(encoder_of(hostile, Listener()).encoded(hostile.jobs, Store(encoding.store_root)))
     assert f'on the caption "{caption[:100]}"' in error.value.what
     assert error.value.where == str(file)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [(torch.float32, 0.0, 1e-5), (torch.bfloat16, 1e-3, 0.05)]
+)
+def test_a_padded_batch_changes_an_embedding_as_much_as_bfloat16_rounds_it(
+    dtype: torch.dtype, least: float, most: float
+) -> None:
+    """The reason for one caption per pass; errors are relative to the standard deviation."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=1000, d_model=512, d_ff=1024, d_kv=64, num_heads=8, num_layers=4)
+    encoder: Any = T5EncoderModel(config).eval()
+    encoder = encoder.to(dtype)
+    short, long = torch.randint(1000, (1, 7)), torch.randint(1000, (1, 61))
+    mask = torch.ones_like(long).repeat(2, 1)
+    mask[0, short.shape[1] :] = 0
+    with torch.inference_mode():
+        alone = encoder(input_ids=short).last_hidden_state[0].float()
+        exact = copy.deepcopy(encoder).float()(input_ids=short).last_hidden_state[0]
+        ids = torch.cat([functional.pad(short, (0, long.shape[1] - short.shape[1])), long])
+        batch = encoder(input_ids=ids, attention_mask=mask).last_hidden_state[0, : short.shape[1]].float()
+
+    def error(embedding: Tensor) -> float:
+        return float((embedding - alone).square().mean().sqrt() / alone.std())
+
+    assert least <= error(batch) <= most
+    assert error(batch) == pytest.approx(error(exact), rel=1.0, abs=1e-5)
