@@ -50,7 +50,9 @@ def _not_counted(recipe: Recipe, variant: Variant, offload: Literal["none"] | in
         f"training.quantize: {training.quantize}": training.quantize != "none",
         f"training.compute: {training.compute}": training.compute != "none",
         f"training.offload: {training.offload}": offload != "none",
-        "training.compile: true": training.compile,
+        # auto compiles if the machine of the training can.
+        f"training.compile: {str(training.compile).lower()}": training.compile is not False,
+        f"training.attention_backend: {training.attention_backend}": training.attention_backend != "native",
         "accelerate.shard: true": recipe.accelerate.shard,
         # These run the base model too.
         "masks or priors with the base model's prediction": may_need_base_prediction(recipe),

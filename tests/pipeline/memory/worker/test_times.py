@@ -68,6 +68,11 @@ def test_times_are_those_of_the_counted_operations(folder: Path) -> None:
         ({"training": {**TRAINING, "quantize": "int8"}}, "training.quantize: int8"),
         ({"training": {**TRAINING, "offload": 0}}, "training.offload: 0"),
         ({"training": {**TRAINING, "compile": True}}, "training.compile: true"),
+        ({"training": {**TRAINING, "compile": "auto"}}, "training.compile: auto"),
+        (
+            {"training": {**TRAINING, "attention_backend": "_native_math"}},
+            "training.attention_backend: _native_math",
+        ),
         ({"accelerate": {"mixed_precision": "no"}}, "accelerate.mixed_precision: no"),
     ],
 )
