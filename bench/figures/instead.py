@@ -19,7 +19,7 @@ RANK = 16
 LEARNING_RATE = 1e-4
 
 
-def square_project(folder: Path, *, resolution: int, steps: int) -> Project:
+def square_project(folder: Path, *, resolution: int, steps: int, batch_size: int = BATCH_SIZE) -> Project:
     """Return a project that does the loop's work: centre squares, full batches, AdamW, no previews."""
     values = {
         "datasets": [{"name": "photos", "path": str(folder / "photos")}],
@@ -29,7 +29,7 @@ def square_project(folder: Path, *, resolution: int, steps: int) -> Project:
         "buckets": {"resolution": resolution, "step": 64, "max_aspect_ratio": 1.0},
         "training": {
             "steps": steps,
-            "batch_size": BATCH_SIZE,
+            "batch_size": batch_size,
             "learning_rate": LEARNING_RATE,
             "checkpoint_every": steps,
             "sample_every": 0,

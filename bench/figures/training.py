@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench.figures.instead import LEARNING_RATE, RANK, square_project
+from bench.figures.instead import BATCH_SIZE, LEARNING_RATE, RANK, square_project
 from bench.measure import Figure, Side, Sides, Workplace, side_in_process, timed
+from bench.peers.base import make_base
 from bench.workload import photographs
 from demo.tiny_models import make_tiny
 from pipeline.cache.recipe_entries import RecipeEntries
@@ -23,14 +26,25 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.worker.micro_input import MicroInput
 
 COUNT = 24
-RESOLUTION = 256
 
 
-def prepared_job(folder: Path, *, steps: int) -> TrainingJob:
-    """Return a job of `steps` batches of 4 squares, after the stages have filled its cache."""
-    make_tiny(folder / "tiny")
+@dataclass(frozen=True)
+class Size:
+    """Base model, edge of the squares, and number of squares per batch of a measured training."""
+
+    make_base: Callable[[Path], object]
+    resolution: int
+    batch_size: int
+
+
+TINY = Size(make_tiny, 256, BATCH_SIZE)
+
+
+def prepared_job(folder: Path, *, steps: int, size: Size = TINY) -> TrainingJob:
+    """Return a job of `steps` batches of squares, after the stages have filled its cache."""
+    size.make_base(folder / "tiny")
     photographs(folder / "photos", COUNT, max_px=400_000)
-    project = square_project(folder, resolution=RESOLUTION, steps=steps)
+    project = square_project(folder, resolution=size.resolution, steps=steps, batch_size=size.batch_size)
     for stage in (project.scan, project.validate, project.buckets, project.latents, project.text):
         stage()
     recipe, tables, entries = project.recipe, project.tables, RecipeEntries(project.recipe)
@@ -79,7 +93,9 @@ def launched_steps(order: Path) -> Generator[Side]:
 
 
 @contextmanager
-def _steps(place: Workplace) -> Generator[Sides]:
+def _steps(
+    place: Workplace, *, size: Size = TINY, steps: int = 30, full_steps: int = 200
+) -> Generator[Sides]:
     import torch
     from diffusers import UNet2DConditionModel
     from peft import LoraConfig
@@ -90,7 +106,7 @@ def _steps(place: Workplace) -> Generator[Sides]:
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
-    job = prepared_job(place.folder, steps=200 if place.full else 30)
+    job = prepared_job(place.folder, steps=full_steps if place.full else steps, size=size)
     plan, family, device = job.plan(), load_family(job.base), torch.device(own_device())
     scheduler = make_noise_scheduler(family, job.recipe.training)
     maker = MicroBatchMaker(job, family, scheduler)
@@ -148,6 +164,22 @@ FIGURES = [
         "forward, backward and AdamW, tensors already in memory, in a plain process",
         1.05,
         _steps,
+    ),
+    Figure(
+        "training step, SD 1.5",
+        "steps",
+        "the same at 256 px and batch size 1, with Stable Diffusion 1.5's UNet at a fifth of its channels",
+        "forward, backward and AdamW, tensors already in memory, in a plain process",
+        1.05,
+        partial(_steps, size=Size(make_base, 256, 1), steps=20, full_steps=40),
+    ),
+    Figure(
+        "training step, SD 1.5 at 512 px",
+        "steps",
+        "the same at 512 px and batch size 4",
+        "forward, backward and AdamW, tensors already in memory, in a plain process",
+        1.05,
+        partial(_steps, size=Size(make_base, 512, 4), steps=2, full_steps=4),
     ),
     Figure(
         "training loader",
