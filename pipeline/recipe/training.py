@@ -189,9 +189,7 @@ class TrainingSettings(Settings):
         "take longer, later steps less. Needs a C++ compiler. auto compiles on a GPU if this machine and the "
         "recipe's other settings allow it, and not on a CPU; the log has the reason.",
     )
-    attention_backend: Literal[
-        "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"
-    ] = Field(
+    attention_backend: Literal["native", "_native_cudnn", "_native_efficient", "_native_math"] = Field(
         default="native",
         description="Kernels of the denoiser's attention, by diffusers' name of the backend. native lets "
         "torch choose, without cuDNN. The others need a model that uses diffusers' backends, and all but "

@@ -111,11 +111,11 @@ def test_the_error_names_the_class_without_backends(tiny_model: TinyModel) -> No
 
 def test_a_backend_for_gpus_is_refused_on_a_cpu(tiny_model: TinyModel) -> None:
     family = load_family(tiny_model("FLUX.1 dev"))
-    with pytest.raises(TrainingError, match="attention_backend: _native_flash needs a GPU, got cpu"):
-        load_base(family, recipe(family, "_native_flash"), "cpu")
+    with pytest.raises(TrainingError, match="attention_backend: _native_efficient needs a GPU, got cpu"):
+        load_base(family, recipe(family, "_native_efficient"), "cpu")
 
 
-@pytest.mark.parametrize("name", ["sage", "_flash_3", "flex", "fast"])
+@pytest.mark.parametrize("name", ["sage", "_flash_3", "_native_flash", "flex", "fast"])
 def test_a_backend_that_does_not_train_is_a_mistake_in_the_recipe(tiny_model: TinyModel, name: str) -> None:
     with pytest.raises(RecipeError, match="attention_backend"):
         recipe(load_family(tiny_model("FLUX.1 dev")), name)
