@@ -43,6 +43,10 @@ def main(
 
     A result file gets the errors as JSON, and the reports and findings of the assets that the run reached.
     """
+    # The terminal is gone, for example with its SSH session. `nohup` makes this process ignore it.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _terminate)
+
     continue_run = continue_run or None
     command = _command(job_name) + (f" --continue {continue_run}" if continue_run else "")
     try:
@@ -52,6 +56,12 @@ def main(
         stopped = "Stopped: the command was stopped before the run started"
         sys.stderr.write(f"\n{stopped}\n  where: {command}\n  fix:   run it again\n")
         return STOPPED_STATUS
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Stop the run as SIGTERM does, which Dagster handles: a training saves a checkpoint first."""
+    del number, frame
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run(

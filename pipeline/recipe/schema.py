@@ -29,6 +29,7 @@ from pipeline.recipe.validators import (
     FolderAddress,
     OutputFolder,
     RecipeAddress,
+    check_base,
     check_gate,
     check_owner,
     check_path,
@@ -104,7 +105,7 @@ class ContextLoraSettings(Settings):
 class ModelSettings(Settings):
     """Base model that the LoRA is trained for."""
 
-    base: str = Field(
+    base: Annotated[str, AfterValidator(check_base)] = Field(
         min_length=1,
         description="Hub id (owner/name), or a local diffusers folder relative to the project root. The "
         "model family is detected from it. `latentline convert-checkpoint` converts a single .safetensors "

@@ -191,6 +191,16 @@ def check_owner(value: str) -> str:
     return value
 
 
+def check_base(value: str) -> str:
+    """Return `value` if it names a model: a path or a Hub id that is more than slashes."""
+    if not value.strip("/"):
+        reject(
+            f"model.base must name a model, got {value!r}",
+            "write a Hub id such as owner/name, or a folder in diffusers' layout",
+        )
+    return value
+
+
 def check_timezone(value: str) -> str:
     """Return `value` if it names a time zone of this machine's database."""
     from zoneinfo import ZoneInfo  # only for recipes with the key

@@ -49,9 +49,13 @@ def run_on_terminal(
     environment: dict[str, str],
     cwd: Path,
     press_ctrl_c: Callable[[], bool] = lambda: False,
+    close: Callable[[], bool] = lambda: False,
     timeout_s: float = 280.0,
 ) -> Transcript:
-    """Run a command to its end, and press Ctrl-C once when `press_ctrl_c` returns True."""
+    """Run a command to its end.
+
+    Ctrl-C is pressed once when `press_ctrl_c` returns True, and the terminal is closed when `close` does.
+    """
     controller, terminal = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", ON_TERMINAL, *command],
@@ -72,6 +76,10 @@ def run_on_terminal(
             if not pressed and press_ctrl_c():
                 os.write(controller, CTRL_C)
                 pressed = True
+            if close():
+                os.close(controller)
+                process.wait(timeout=end_s - time.monotonic())
+                break
             if select.select([controller], [], [], 0.1)[0]:
                 output += os.read(controller, 65536)
     except OSError:  # Linux reports the end of the last writer as an I/O error
@@ -79,7 +87,8 @@ def run_on_terminal(
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        os.close(controller)
+        with suppress(OSError):  # it is closed already
+            os.close(controller)
     raw = output.decode("utf-8", errors="replace").replace("\r\n", "\n")
     shown = [_LINE_STARTS.split(line)[-1] for line in raw.split("\n")]
     return Transcript(process.wait(), [line for line in shown if line.strip()], raw)

@@ -168,6 +168,14 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
     assert (run.status, run.tags[COMMAND_TAG]) == (DagsterRunStatus.CANCELED, "latentline run small")
 
 
+def test_a_run_whose_terminal_is_closed_stops_with_a_checkpoint(cached, home) -> None:
+    cached.recipe(training=ENDLESS)
+    run_small(cached, home, close=lambda: training_has_started(cached))
+    (run,) = DagsterInstance.from_config(str(home)).get_runs()
+    assert run.status == DagsterRunStatus.CANCELED
+    assert list(cached.out.glob("runs/*/checkpoints/step-*"))
+
+
 @pytest.mark.slow
 def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home) -> None:
     transcript = run_small(cached, home, press_ctrl_c=(home / "latentline.lock").exists)

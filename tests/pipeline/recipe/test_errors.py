@@ -27,6 +27,12 @@ CASES: list[Case] = [
         "remove it; the keys of text are caption_dropout, dtype",
     ),
     (
+        {"model": {"base": "/", "revision": "main"}},
+        "model.base",
+        "model.base must name a model, got '/'",
+        "write a Hub id such as owner/name",
+    ),
+    (
         {"recache": {"timezone": "Middle/Earth"}},
         "recache.timezone",
         "recache.timezone must be a time zone, got 'Middle/Earth'",
