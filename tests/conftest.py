@@ -21,9 +21,11 @@ from tests.remote_folders import S3_ENVIRONMENT, s3_server
 # Set before torch is imported: spinning OpenMP threads lose all progress on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A job in the background of a shell ignores SIGINT, and so would all processes that tests interrupt.
+# A job in the background of a shell ignores SIGINT, one of nohup SIGHUP, and so would all processes of tests.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("latentline", deadline=None, derandomize=True, max_examples=50)

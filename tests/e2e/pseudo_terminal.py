@@ -87,6 +87,7 @@ def run_on_terminal(
     finally:
         with suppress(ProcessLookupError):
             process.kill()
+        process.wait()
         with suppress(OSError):  # it is closed already
             os.close(controller)
     raw = output.decode("utf-8", errors="replace").replace("\r\n", "\n")

@@ -121,6 +121,7 @@ def test_plan_names_the_setting_with_which_a_captioning_model_fits(
         "encode latents",
         "encode text",
         "train",
+        "draw previews",
     ]
     stage = memory.stages[0]
     assert stage.device_bytes == needed
