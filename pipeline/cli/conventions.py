@@ -189,5 +189,5 @@ def bytes_text(number: int) -> str:
 def seconds_text(seconds: float) -> str:
     """Format a duration, such as "0.4 s", "12 min" or "3.5 h"."""
     if seconds < 120:
-        return f"{seconds:.2g} s"
+        return f"{seconds:.2g} s" if seconds < 99.5 else f"{seconds:.0f} s"  # not 1e+02
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -39,7 +39,9 @@ def test_sizes_use_powers_of_1000(number: int, text: str) -> None:
     assert bytes_text(number) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0.4 s"), (720.0, "12 min"), (12_600.0, "3.5 h")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0.4 s"), (112.0, "112 s"), (720.0, "12 min"), (12_600.0, "3.5 h")]
+)
 def test_durations_use_the_largest_suitable_unit(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
 
