@@ -29,7 +29,7 @@ from pipeline.reporting.rejections import count_by_reason, printable, rejection
 from pipeline.reporting.reports import Report, StageResult, Stopwatch
 from pipeline.storage.atomic import OLD_S, remove_temp_files
 from pipeline.storage.source import Opened, Source, Stat, threads_for
-from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, validated
+from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, usable_and_rejected, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -141,10 +141,8 @@ def _read_images(
 
     threads = threads_for(sources.values())
     with counted_warnings(log):
-        rows = list(in_threads(read, files.rows(named=True), log=log, doing="images read", threads=threads))
-    images = pl.DataFrame([row for row in rows if "reason" not in row], schema=SCHEMAS[STAGE])
-    rejected = pl.DataFrame([row for row in rows if "reason" in row], schema=REJECTED_FILES)
-    return images, rejected
+        rows = in_threads(read, files.rows(named=True), log=log, doing="images read", threads=threads)
+        return usable_and_rejected(rows, SCHEMAS[STAGE], REJECTED_FILES)
 
 
 def _read_image(source: Source, file: Row, *, max_px: int) -> Row:

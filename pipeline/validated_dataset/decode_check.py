@@ -6,7 +6,7 @@ their files are called and however often the job runs; a repaired file has other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -31,6 +31,7 @@ from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.scan_index import DECODED
 from pipeline.reporting.rejections import printable
 from pipeline.storage.source import Source, threads_for
+from pipeline.storage.tables import table_of
 from pipeline.validated_dataset.decode_process import DecodeResult, decode_and_measure, decode_in_process
 from pipeline.versions import LOOK_VERSION
 
@@ -128,20 +129,22 @@ def decode_contents(
         return _decode_first_readable(sources, files, limits)
 
     results = DecodeResults(known, num_decoded=len(contents))
-    decoded: list[Row] = []
-    threads = threads_for(sources.values())
-    file_results = in_threads(decode_one, contents, log=log, doing="images decoded", threads=threads)
-    with counted_warnings(log):
+
+    def decoded() -> Iterator[Row]:
+        threads = threads_for(sources.values())
+        file_results = in_threads(decode_one, contents, log=log, doing="images decoded", threads=threads)
         for files, tried in zip(contents, file_results, strict=True):
             # A result that holds for one file only, such as `vanished`, is not stored for the content.
             if tried[-1].holds_for_content:
-                decoded.append(_decoded_row(files[0]["content_hash"], tried[-1]))
+                yield _decoded_row(files[0]["content_hash"], tried[-1])
             for file, result in zip(files, tried, strict=False):
                 if result.error is not None:
                     results.file_errors[file["sample_id"]] = result.error
+
+    with counted_warnings(log):
+        results.table = pl.concat([known, table_of(decoded(), DECODED)])
         results.file_errors |= _above_limits(sources, rows, known, limits)
 
-    results.table = pl.concat([known, pl.DataFrame(decoded, schema=DECODED)])
     failed = results.table.filter(pl.col("reason").is_not_null())
     results.content_errors = {
         content_hash: ImageError(reason, detail, fix=fix)

@@ -47,7 +47,15 @@ from pipeline.side_inputs import SIDE_INPUTS
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, threads_for
 from pipeline.storage.table_columns import PICTURE_COLUMNS
-from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, columns_in, validated
+from pipeline.storage.tables import (
+    DUPLICATE,
+    REJECTED,
+    SCHEMAS,
+    Tables,
+    columns_in,
+    usable_and_rejected,
+    validated,
+)
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups, view_groups
@@ -343,10 +351,8 @@ def _read_samples(
 
     # Local captions take a few system calls each, and threads would only contend for the interpreter lock.
     threads = threads_for(sources.values()) or 1
-    results = list(in_threads(read, rows.rows(named=True), log=log, doing="captions read", threads=threads))
-    samples = pl.DataFrame([row for row in results if "reason" not in row], schema=_SAMPLE_COLUMNS)
-    rejected = pl.DataFrame([row for row in results if "reason" in row], schema=REJECTED)
-    return samples, rejected
+    results = in_threads(read, rows.rows(named=True), log=log, doing="captions read", threads=threads)
+    return usable_and_rejected(results, _SAMPLE_COLUMNS, REJECTED)
 
 
 def _require_content(file: File, content_hash: str) -> None:

@@ -1,6 +1,7 @@
 """Parquet tables that the stages exchange: their schemas, and reading and writing them."""
 
 from pipeline.storage.tables.parquet import Tables, content_digest, read_rows, write_rows
+from pipeline.storage.tables.rows import table_of, usable_and_rejected
 from pipeline.storage.tables.schemas import (
     ASSETS,
     DUPLICATE,
@@ -39,6 +40,8 @@ __all__ = [
     "read_rows",
     "row_names",
     "selected",
+    "table_of",
+    "usable_and_rejected",
     "validated",
     "write_rows",
 ]
