@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -19,6 +21,9 @@ from pipeline.trained_lora.inputs import COLUMNS as INPUT_COLUMNS
 from pipeline.trained_lora.inputs import IDENTITY, SIDE_INPUT_COLUMNS, tensors_json, training_inputs
 from pipeline.trained_lora.prompts import entry_to_json
 from pipeline.versions import DIAGNOSIS_VERSION
+
+if TYPE_CHECKING:
+    from pipeline.recipe import CaptionSettings
 
 RECIPE = "recipe"
 """Key of the recipe in the settings of an encoding of losses."""
@@ -69,7 +74,8 @@ def swapped_inputs(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataF
         for caption, key, tensors in zip(*row, strict=True)
     }
     # A caption whose encoder saw the references of its own image says nothing about another image.
-    pool = CaptionPool(() if entries.text_images is not None else texts)
+    comparable = () if entries.text_images is not None else texts
+    pool = CaptionPool(comparable, partial(_triggers_in, entries.recipe.trained_triggers))
     others = {own: pool.others(own, NUM_OTHERS) for own in texts}
     composed = sorted({caption for each in others.values() for caption in each}.difference(texts))
     any_length = tensors_json(entries.text_tensors())
@@ -89,6 +95,10 @@ def swapped_inputs(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataF
     paths = latents.select("sample_id", "path").unique("sample_id")
     inputs = inputs.join(paths, on="sample_id", how="left", maintain_order="left")
     return inputs.with_columns(key=_keys(entries, inputs))
+
+
+def _triggers_in(settings: Sequence[CaptionSettings], caption: str) -> frozenset[str]:
+    return frozenset(each.trigger for each in settings if each.trigger and each.names_trigger(caption))
 
 
 def loss_requests(

@@ -27,12 +27,20 @@ class CaptionPool:
     If two captions differ in one word, these words can be exchanged, as colours can: "a red cup", "a blue
     cup". So can words that are connected by further ones. A caption with an exchanged word tests this word
     alone, also if no image has that caption.
+
+    A trigger word is new to the base model, which would prefer any word that it knows. So captions are
+    compared only with captions that have the same trigger words.
     """
 
-    def __init__(self, captions: Iterable[str]) -> None:
+    def __init__(
+        self, captions: Iterable[str], triggers_in: Callable[[str], frozenset[str]] = lambda _: frozenset()
+    ) -> None:
+        """Choose a sample of the captions; `triggers_in` returns the trigger words that a caption has."""
         # By hash, so that a large dataset gives a sample that names and order do not decide.
         distinct = sorted({*captions} - {""}, key=_hash)[:MAX_POOL]
         self._words = {caption: words_of(caption) for caption in distinct}
+        self._triggers_in = triggers_in
+        self._triggers = {caption: triggers_in(caption) for caption in distinct}
         counts = Counter(word for words in self._words.values() for word in words)
 
         # The inverse document frequency: words that most captions have in common distinguish none of them.
@@ -51,15 +59,19 @@ class CaptionPool:
         possible: a wrong caption often has some words right, and loses to the one that corrects the others.
         Captions with the same words as `own` are never chosen.
         """
-        own_words = words_of(own)
-        composed = {each for each in self._composed(own) if each in self._usable}
+        own_words, own_triggers = words_of(own), self._triggers_in(own)
+        composed = {
+            each
+            for each in self._composed(own)
+            if each in self._usable and self._triggers_in(each) == own_triggers
+        }
         # By hash, so that each place in the caption has its share of them.
         chosen = sorted((each for each in composed if words_of(each) != own_words), key=_hash)[:number]
         tried = own_words.union(*map(words_of, chosen))
         distances = {
             caption: self._distance(words, own_words)
             for caption, words in self._words.items()
-            if words != own_words and caption not in chosen
+            if words != own_words and caption not in chosen and self._triggers[caption] == own_triggers
         }
         while distances and len(chosen) < number:
             new = {caption: self._words[caption] - tried for caption in distances}

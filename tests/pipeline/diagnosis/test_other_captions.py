@@ -64,6 +64,20 @@ def test_captions_with_the_same_words_have_no_others() -> None:
     assert CaptionPool([]).others("a cat", 8) == []
 
 
+def test_a_caption_is_compared_with_captions_that_have_the_same_trigger_word() -> None:
+    """The base model does not know it, and would prefer the words of the class images."""
+    captions = ["a photo of sks on grass", "a photo of sks on sand", "a dog on grass", "a dog on sand"]
+    captions += ["a photo of sks on snow", "a cat on snow"]
+
+    def triggers_in(caption: str) -> frozenset[str]:
+        return frozenset({"sks"} & words_of(caption))
+
+    pool = CaptionPool(captions, triggers_in)
+    assert {*pool.others(captions[0], 8)} == {captions[1], captions[4]}
+    assert {*pool.others("a dog on grass", 8)} == {"a dog on sand", "a dog on snow", "a cat on snow"}
+    assert "a dog on grass" in CaptionPool(captions).others(captions[0], 8)
+
+
 def test_a_large_dataset_is_sampled() -> None:
     captions = [f"number{number}" for number in range(10_000)]
     chosen = {other for own in captions[:50] for other in CaptionPool(captions[:2_000]).others(own, 4)}
