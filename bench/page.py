@@ -56,11 +56,8 @@ _NO_GPU = (
 )
 
 WHY = {
-    "training step": "Both sides ran with OMP_WAIT_POLICY=PASSIVE, which slows the bare loop. With libgomp's "
-    "default for the bare loop, the ratio was 1.07 at commit 2f07479d (four rounds, 0.92 to 1.12), and 1.08 "
-    "with GOMP_SPINCOUNT=300000 for both (1.02 to 1.11).",
-    "text cold, CLIP-L": "Both sides ran with OMP_WAIT_POLICY=PASSIVE, which slows the bare encoder. The "
-    "ratio to libgomp's default is higher and has not been measured again.",
+    "latents cold, SD 1.5": "The ratio varies from run to run: three runs within an hour gave 1.00 (1.00 to "
+    "1.12), 1.12 (1.10 to 1.12) and 0.99 (0.92 to 1.12), with 67 to 73 ms for the limit.",
     "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; "
     "the limit compares logarithms, whose rounding can change the result. The rest computes the resized size "
     "and the crop.",
@@ -68,15 +65,17 @@ WHY = {
     "its image header 21 us.",
     "start: recipes": "Each recipe takes 14 ms of CPU time: 1.3 ms to read it and 1.5 ms to build its six "
     "assets and their checks. Dagster needs the rest to resolve, validate and describe three jobs.",
-    "text cold": "The forward pass of the tiny encoder takes half of the time. The tokenizer takes a "
-    "quarter, because it runs four times: in diffusers' pipeline, and to count the tokens. Looking up, "
-    "verifying and writing the entry takes the rest. With an encoder of CLIP-L's size, these costs are "
-    "negligible.",
-    "training loader": "The reading thread takes 270 us per sample: 120 us to read and verify two entries "
-    "and to convert them to float32, 58 us to draw 4,096 noise values, 10 us to draw the timestep, and 28 "
-    "us to find the sample in the plan. Passing Python's interpreter lock between the reading and the "
-    "training thread takes another 170 us. A training step of the tiny model takes two hundred times as "
-    "long.",
+    "text cold": "The forward pass of the tiny encoder takes a sixth of the time. The rest does not "
+    "depend on the encoder: the tokenizer runs four times, in diffusers' pipeline and to count the "
+    "tokens, and the entry is looked up, verified and written. See `text cold, CLIP-L` for an encoder of "
+    "the usual size.",
+    "latents one new": "Nearly all of the time is the start of a process, which imports torch and "
+    "diffusers and loads the VAE.",
+    "training loader": "In an earlier run with 494 us per sample, the reading thread took 270 us: 120 us "
+    "to read and verify two entries and to convert them to float32, 58 us to draw 4,096 noise values, 10 "
+    "us to draw the timestep, and 28 us to find the sample in the plan. Passing Python's interpreter "
+    "lock between the reading and the training thread took another 170 us. A training step of the tiny "
+    "model takes over a thousand times as long.",
     "validation unchanged": "Latentline calls stat for the image and for its caption, the limit for the "
     "image only. It also reads and compares two indexes and a table.",
 }
