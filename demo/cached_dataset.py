@@ -7,15 +7,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from demo.concept_pictures import write_pictures
 from demo.experiments import changed_demo
 from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.log import discard
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.raw_images.stage import scan
 from pipeline.storage.needed_columns import needed_columns
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 
@@ -61,6 +66,18 @@ def dataset(
     _keep(tables, "vae_latents", cache_latents(recipe, buckets, tables, launch=in_process, log=discard))
     _keep(tables, "text_embeddings", cache_text(recipe, valid, tables, launch=in_process, log=discard))
     return recipe, changed
+
+
+def training_job(recipe: Recipe, *, held_out: str | None = None) -> TrainingJob:
+    """Return the job of a training on a recipe with complete caches, without previews.
+
+    `held_out` is the dataset that the recipe's training does not see.
+    """
+    tables, entries = Tables(recipe.output_dir), RecipeEntries(recipe)
+    inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
+    if held_out is not None:
+        inputs = TrainingInputs(inputs.table.with_columns(held_out=pl.col("dataset") == held_out))
+    return TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), ())
 
 
 def _keep(tables: Tables, asset: str, result: StageResult) -> None:

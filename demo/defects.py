@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,8 +42,11 @@ BLUR_PX = 1.5
 """Sigma of the blur, the weakest one of `demo.picture_faults`."""
 
 
-def plant(pictures: Path, seed: int) -> dict[str, str]:
-    """Plant four defects, and return the kind of each defect by the name of its image."""
+def plant(pictures: Path, seed: int, *, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Plant four defects, and return the kind of each defect by the name of its image.
+
+    `names` has the shape that a new name means, for each new name in the captions.
+    """
     wrong = sorted(Path(each).stem for each in exchange_captions(pictures, 2, seed))
     others = [file for file in sorted(pictures.rglob("*.png")) if file.stem not in wrong]
     choice = random.Random(seed)
@@ -50,7 +54,8 @@ def plant(pictures: Path, seed: int) -> dict[str, str]:
 
     scene = scene_of(reshaped.with_suffix(".txt").read_text("utf-8"))
     assert scene is not None
-    shape = choice.choice([each for each in SHAPES if each != scene.shape])
+    right = names.get(scene.shape, scene.shape)
+    shape = choice.choice([each for each in SHAPES if each != right])
     picture = draw_scene(replace(scene, shape=shape), np.random.default_rng(seed))
     Image.fromarray(picture).save(reshaped)
 

@@ -18,33 +18,26 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 from PIL import Image
 from scipy.stats import spearmanr
 
-from demo.cached_dataset import dataset
+from demo.cached_dataset import dataset, training_job
 from demo.concept_pictures import concept_scenes
 from demo.diagnosing import exchange_captions
 from demo.stored_results import Result, add_result, read_results
 from demo.world import draw_scene
-from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.influence import estimated_changes, paired_change
 from pipeline.diagnosis.worker.influence import Influences, product
 from pipeline.models.worker.family import load_family
 from pipeline.recipe.project import project_root
-from pipeline.storage.tables import Tables
-from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from pipeline.trained_lora.worker.validation import Validation
-
-if TYPE_CHECKING:
-    from pipeline.recipe import Recipe
 
 RESULTS = project_root() / "demo" / "results" / "influence.jsonl"
 
@@ -87,7 +80,7 @@ def influence_job(folder: Path, cache: Path, seed: int) -> tuple[TrainingJob, fr
         return {}
 
     recipe, _ = dataset(folder, cache, seed, change, training={**_TRAINING, "seed": seed})
-    return _job(recipe), wrong
+    return training_job(recipe, held_out=_HELD_OUT), wrong
 
 
 def _draw_held_out(folder: Path, seed: int) -> None:
@@ -98,15 +91,6 @@ def _draw_held_out(folder: Path, seed: int) -> None:
         name = folder / f"{scene.colour}_{scene.background}"
         Image.fromarray(draw_scene(scene, random)).save(name.with_suffix(".png"))
         name.with_suffix(".txt").write_text(scene.caption, encoding="utf-8")
-
-
-def _job(recipe: Recipe) -> TrainingJob:
-    tables, entries = Tables(recipe.output_dir), RecipeEntries(recipe)
-    inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
-    table = inputs.table.with_columns(held_out=pl.col("dataset") == _HELD_OUT)
-    return TrainingJob(
-        recipe, entries.model_folder, "0" * 16, TrainingInputs(table), entries.text_spec(""), ()
-    )
 
 
 class Trainings:
