@@ -1,29 +1,26 @@
-"""What each kind of adapter learns of the demo's concept, over learning rates and seeds.
+"""What each kind of adapter learns of a new name, over learning rates and seeds.
 
-    OMP_NUM_THREADS=1 nice -n 10 python -m demo.adapter_kinds outputs/adapter_kinds
+    OMP_NUM_THREADS=1 python -m demo.adapter_kinds outputs/adapter_kinds
     python -m demo.adapter_kinds outputs/adapter_kinds --kinds     # none: only the table
 
-All kinds train the linear layers of the denoiser's blocks for the demo's 400 steps, because OFT adapts
-neither convolutions nor text encoders. Each rate is tried with one seed, and the rate that draws most
-pictures right gets two more. The scores are the ones of `make demo`. The results are in
-demo/results/adapter_kinds.jsonl, one line per run; a study that was stopped continues.
+All kinds train the linear layers of the denoiser's blocks for the same steps (`demo.new_name`), because OFT
+adapts neither convolutions nor text encoders. Each rate is tried with one seed, and the rate that draws most
+pictures right gets two more. The results are in demo/results/adapter_kinds.jsonl, one line per run; a study
+that was stopped continues.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from demo.experiments import changed_demo, teach
-from demo.sweep_report import Line, read_lines
-from pipeline.recipe import Recipe
+from demo.defects import nothing
+from demo.new_name import concept_score, known_score, new_name_job, teach
+from demo.stored_results import Result, add_result, read_results
 from pipeline.recipe.project import project_root
 
 RESULTS = project_root() / "demo" / "results" / "adapter_kinds.jsonl"
@@ -39,12 +36,12 @@ KINDS: dict[str, dict[str, Any]] = {
 """Changes of `training.lora`, of rank 16 where the kind has one."""
 
 RATES: dict[str, tuple[float, ...]] = {
-    "lora": (2e-3, 5e-3, 1e-2),
-    "tlora": (2e-3, 5e-3, 1e-2),
-    "dora": (2e-3, 5e-3, 1e-2),
-    "loha": (5e-3, 1e-2, 2e-2),
-    "lokr": (5e-3, 1e-2, 2e-2),
-    "oft": (2.5e-3, 5e-3, 1e-2),
+    "lora": (2e-3, 4e-3, 1e-2),
+    "tlora": (2e-3, 4e-3, 1e-2),
+    "dora": (2e-3, 4e-3, 1e-2),
+    "loha": (4e-3, 1e-2, 2e-2),
+    "lokr": (4e-3, 1e-2, 2e-2),
+    "oft": (4e-3, 1e-2, 2e-2),
 }
 """Learning rates by kind."""
 
@@ -52,32 +49,31 @@ SEEDS = (0, 1, 2)
 """Seeds of the best rate; the first one is for all rates."""
 
 
-def study_recipe(kind: str, rate: float, seed: int, folder: Path, *, cache: Path) -> Recipe:
-    """Return the demo's recipe with an adapter of this kind on the linear layers of the denoiser's blocks."""
-    lora = {"targets": "blocks", "conv_rank": None, "text_encoders": None, **KINDS[kind]}
-    training = {"seed": seed, "learning_rate": rate, "sample_every": 0, "lora": lora}
-    return changed_demo(folder, cache_dir=str(cache), training=training)
+def lora_settings(kind: str) -> dict[str, Any]:
+    """Return the changes of the demo's `training.lora`."""
+    return {"targets": "blocks", "conv_rank": None, "text_encoders": None, **KINDS[kind]}
 
 
-def score_run(kind: str, rate: float, seed: int, folder: Path) -> Line:
-    """Train a LoRA, draw with it, and return a line of the results."""
-    started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        learned = teach(study_recipe(kind, rate, seed, Path(place), cache=folder / "cache"))
-    scores = {name: round(value, 3) for name, value in asdict(learned).items()}
-    return {
-        "kind": kind,
-        "rate": rate,
-        "seed": seed,
-        **scores,
-        "seconds": round(time.monotonic() - started_s),
+def score_run(kind: str, rate: float, seed: int, folder: Path) -> Result:
+    """Train an adapter, draw with it, and return a line of the results."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        settings = {"learning_rate": rate, "lora": lora_settings(kind)}
+        job, _ = new_name_job(Path(own) / "dataset", folder / "cache", seed, nothing, **settings)
+        adapter = teach(job)
+        scores = {
+            "concept": concept_score(job.base, adapter, seed),
+            "known": known_score(job.base, adapter),
+            "known_before": known_score(job.base, None),
+        }
+    return {"kind": kind, "rate": rate, "seed": seed} | {
+        name: round(each, 3) for name, each in scores.items()
     }
 
 
-def best_rate(lines: Sequence[Line], kind: str) -> float:
+def best_rate(lines: Sequence[Result], kind: str) -> float:
     """Return the rate at which the first seed of a kind drew most pictures right."""
     tried = [line for line in lines if line["kind"] == kind and line["seed"] == SEEDS[0]]
-    return max(tried, key=lambda line: (line["concept_after"] + line["known_after"], line["rate"]))["rate"]
+    return max(tried, key=lambda line: (line["concept"] + line["known"], line["rate"]))["rate"]
 
 
 def add_runs(kinds: Sequence[str], folder: Path, results: Path) -> None:
@@ -85,20 +81,18 @@ def add_runs(kinds: Sequence[str], folder: Path, results: Path) -> None:
     for kind in kinds:
         for rate in RATES[kind]:
             _add(kind, rate, SEEDS[0], folder, results)
-        best = best_rate(read_lines(results), kind)
+        best = best_rate(read_results(results), kind)
         for seed in SEEDS[1:]:
             _add(kind, best, seed, folder, results)
 
 
 def _add(kind: str, rate: float, seed: int, folder: Path, results: Path) -> None:
-    done = {(line["kind"], line["rate"], line["seed"]) for line in read_lines(results)}
+    done = {(line["kind"], line["rate"], line["seed"]) for line in read_results(results)}
     if (kind, rate, seed) not in done:
-        line = json.dumps(score_run(kind, rate, seed, folder), separators=(",", ":"))
-        with results.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        add_result(results, score_run(kind, rate, seed, folder))
 
 
-def report(lines: Sequence[Line]) -> str:
+def report(lines: Sequence[Result]) -> str:
     """Return a table in Markdown with the scores of each kind at its best rate, and of the other rates."""
     rows = [
         "| kind | rate | concept: seeds 0 to 2, mean | known shapes: mean | concept at other rates |",
@@ -108,12 +102,10 @@ def report(lines: Sequence[Line]) -> str:
         own = [line for line in lines if line["kind"] == kind]
         best = best_rate(own, kind)
         at_best = [line for line in own if line["rate"] == best]
-        concept = [line["concept_after"] for line in at_best]
-        known = fmean(line["known_after"] for line in at_best)
+        concept = [line["concept"] for line in at_best]
+        known = fmean(line["known"] for line in at_best)
         scores = ", ".join(f"{value:.2f}" for value in concept)
-        others = ", ".join(
-            f"{line['rate']:g}: {line['concept_after']:.2f}" for line in own if line["rate"] != best
-        )
+        others = ", ".join(f"{line['rate']:g}: {line['concept']:.2f}" for line in own if line["rate"] != best)
         rows.append(f"| {kind} | {best:g} | {scores}; **{fmean(concept):.2f}** | {known:.2f} | {others} |")
     return "\n".join(rows)
 
@@ -130,7 +122,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
     add_runs(arguments.kinds, folder, RESULTS)
-    print(report(read_lines(RESULTS)))
+    print(report(read_results(RESULTS)))
 
 
 if __name__ == "__main__":

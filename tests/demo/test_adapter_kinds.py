@@ -1,4 +1,4 @@
-"""The study of adapter kinds: its recipes are valid, and its table names the best rate of each kind."""
+"""The study of adapter kinds: all train the same layers, and its table names the best rate of each kind."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from demo.adapter_kinds import KINDS, RATES, best_rate, report, study_recipe
+from demo.adapter_kinds import KINDS, RATES, best_rate, lora_settings, report, score_run
+from demo.experiments import changed_demo
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_the_same_layers(tmp_path: Path, kind: str) -> None:
-    recipe = study_recipe(kind, RATES[kind][0], 3, tmp_path, cache=tmp_path / "cache")
-    lora = recipe.training.lora
+    lora = changed_demo(tmp_path, training={"lora": lora_settings(kind)}).training.lora
     assert (lora.targets, lora.conv_rank, lora.text_encoders) == ("blocks", None, None)
-    assert (recipe.training.seed, recipe.training.learning_rate) == (3, RATES[kind][0])
 
 
 def line(kind: str, rate: float, seed: int, concept: float, known: float) -> dict[str, Any]:
-    return {"kind": kind, "rate": rate, "seed": seed, "concept_after": concept, "known_after": known}
+    return {"kind": kind, "rate": rate, "seed": seed, "concept": concept, "known": known}
 
 
 def test_the_table_has_the_rate_that_draws_most_pictures_right() -> None:
@@ -32,3 +31,11 @@ def test_the_table_has_the_rate_that_draws_most_pictures_right() -> None:
     assert best_rate(lines, "oft") == 5e-3
     row = "| oft | 0.005 | 0.40, 0.50, 0.60; **0.50** | 0.70 | 0.001: 0.50 |"
     assert report(lines).splitlines()[2:] == [row]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["tlora", "lokr", "oft"])
+def test_a_new_name_is_learned_with_each_kind(tmp_path: Path, kind: str) -> None:
+    scores = score_run(kind, RATES[kind][1], 0, tmp_path)
+    assert scores["concept"] > 0.4
