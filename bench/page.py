@@ -56,8 +56,8 @@ _NO_GPU = (
 )
 
 WHY = {
-    "latents cold, SD 1.5": "The ratio varies from run to run: three runs within an hour gave 1.00 (1.00 to "
-    "1.12), 1.12 (1.10 to 1.12) and 0.99 (0.92 to 1.12), with 67 to 73 ms for the limit.",
+    "latents cold, SD 1.5": "The ratio varies from run to run: four runs of one day gave 1.00, 1.12, 0.99 "
+    "and 0.97, with 67 to 74 ms for the limit.",
     "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; "
     "the limit compares logarithms, whose rounding can change the result. The rest computes the resized size "
     "and the crop.",

@@ -24,7 +24,7 @@ MAX_S = 600.0
 
 POLL_S = 0.02
 MEMORY_EVERY_S = 1.0
-"""Seconds between two readings of the memory. One takes 15 ms per process, during which it cannot map memory."""
+"""Seconds between two readings of the memory, which take 15 ms for each process."""
 TAIL_BYTES = 4096
 NUM_FAILED_LINES = 12
 
