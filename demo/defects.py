@@ -8,9 +8,7 @@ The results are in demo/results/defects.jsonl, one line per seed.
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from PIL import Image, ImageFilter
 from demo.cached_dataset import Change, dataset
 from demo.diagnosing import diagnosed, exchange_captions
 from demo.picture_faults import CHECKS, named_samples
-from demo.stored_results import Result, add_result, read_results
+from demo.stored_results import Result, run_study
 from demo.world import SHAPES, draw_scene, scene_of
 from pipeline.recipe.project import project_root
 from pipeline.reporting.findings import CheckContext
@@ -115,27 +113,5 @@ def report(results: Iterable[Result]) -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the cache and of the dataset in work")
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds; stored ones are skipped")
-    arguments = parser.parse_args()
-    stored = {each["seed"] for each in read_results(RESULTS)}
-    for seed in range(arguments.seeds):
-        if seed not in stored:
-            _add(arguments.folder.absolute(), seed)
-    print("\n".join(report(read_results(RESULTS))))
-
-
-def _add(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = trial(Path(own), folder / "cache", seed)
-    add_result(RESULTS, {"seed": seed, **result})
-
-
 if __name__ == "__main__":
-    main()
+    run_study(__doc__, RESULTS, trial, report)

@@ -11,8 +11,6 @@ demo/results/defects_removed.jsonl, one line per seed.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,7 +18,7 @@ from statistics import mean, stdev
 from demo.choosing.datasets import NAME, SHAPE
 from demo.defects import named_images, nothing, plant, top
 from demo.new_name import concept_score, new_name_job, teach
-from demo.stored_results import Result, add_result, read_results
+from demo.stored_results import Result, run_study
 from pipeline.recipe.project import project_root
 
 RESULTS = project_root() / "demo" / "results" / "defects_removed.jsonl"
@@ -66,27 +64,5 @@ def report(results: Iterable[Result]) -> Iterator[str]:
         yield f"{name}: {mean(lower):.3f} lower than clean, standard error {error:.3f}"
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the cache and of the datasets in work")
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds; stored ones are skipped")
-    arguments = parser.parse_args()
-    stored = {each["seed"] for each in read_results(RESULTS)}
-    for seed in range(arguments.seeds):
-        if seed not in stored:
-            _add(arguments.folder.absolute(), seed)
-    print("\n".join(report(read_results(RESULTS))))
-
-
-def _add(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = trial(Path(own), folder / "cache", seed)
-    add_result(RESULTS, {"seed": seed, **result})
-
-
 if __name__ == "__main__":
-    main()
+    run_study(__doc__, RESULTS, trial, report)

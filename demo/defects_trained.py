@@ -11,9 +11,8 @@ demo/results/defects_trained.jsonl, one line per seed.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import polars as pl
@@ -21,7 +20,7 @@ import polars as pl
 from demo.cached_dataset import dataset, in_process
 from demo.defects import RESULTS as FOUND
 from demo.defects import TOP, plant_with, top
-from demo.stored_results import Result, add_result, read_results
+from demo.stored_results import Result, read_results, run_study
 from pipeline.log import discard
 from pipeline.recipe.project import project_root
 from pipeline.storage.tables import Tables
@@ -99,27 +98,5 @@ def report(found: Iterable[Result], results: Iterable[Result]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} | {others} |"
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the cache and of the dataset in work")
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds; stored ones are skipped")
-    arguments = parser.parse_args()
-    stored = {each["seed"] for each in read_results(RESULTS)}
-    for seed in range(arguments.seeds):
-        if seed not in stored:
-            _add(arguments.folder.absolute(), seed)
-    print("\n".join(report(read_results(FOUND), read_results(RESULTS))))
-
-
-def _add(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = trained(Path(own), folder / "cache", seed)
-    add_result(RESULTS, {"seed": seed, **result})
-
-
 if __name__ == "__main__":
-    main()
+    run_study(__doc__, RESULTS, trained, partial(report, read_results(FOUND)))

@@ -9,9 +9,7 @@ The results are in demo/results/diagnosing.jsonl, one line per seed.
 
 from __future__ import annotations
 
-import argparse
 import random
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from demo.cached_dataset import dataset, in_process
-from demo.stored_results import Result, add_result, read_results
+from demo.stored_results import Result, run_study
 from pipeline.diagnosis.stage import diagnose
 from pipeline.log import discard
 from pipeline.recipe.project import project_root
@@ -101,6 +99,16 @@ def exchange_captions(pictures: Path, number: int, seed: int) -> frozenset[str]:
     return frozenset(file.relative_to(pictures).with_suffix(".png").as_posix() for file in files)
 
 
+def figures(folder: Path, cache: Path, seed: int) -> Result:
+    """Return the figures of a seed, with exchanged captions and without."""
+    trials: list[Trial] = []
+    for number in (NUM_WRONG, 0):
+        own = folder / f"{number}"
+        own.mkdir()
+        trials.append(trial(own, cache, seed, num_wrong=number))
+    return results_of(*trials)
+
+
 def results_of(planted: Trial, clean: Trial) -> Result:
     """Return the figures of a seed, from its diagnosis with exchanged captions and the one without."""
     return {
@@ -131,29 +139,5 @@ def report(results: Iterable[Result]) -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the cache and of the datasets in work")
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds; stored ones are skipped")
-    arguments = parser.parse_args()
-    stored = {each["seed"] for each in read_results(RESULTS)}
-    for seed in range(arguments.seeds):
-        if seed not in stored:
-            _add(arguments.folder.absolute(), seed)
-    print("\n".join(report(read_results(RESULTS))))
-
-
-def _add(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    trials: list[Trial] = []
-    for num_wrong in (NUM_WRONG, 0):
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            trials.append(trial(Path(own), folder / "cache", seed, num_wrong=num_wrong))
-    add_result(RESULTS, {"seed": seed, **results_of(*trials)})
-
-
 if __name__ == "__main__":
-    main()
+    run_study(__doc__, RESULTS, figures, report)

@@ -10,9 +10,7 @@ are in demo/results/influence.jsonl, one line per seed.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -28,7 +26,7 @@ from scipy.stats import spearmanr
 from demo.cached_dataset import dataset, training_job
 from demo.concept_pictures import concept_scenes
 from demo.diagnosing import exchange_captions
-from demo.stored_results import Result, add_result, read_results
+from demo.stored_results import Result, run_study
 from demo.world import draw_scene
 from pipeline.diagnosis.influence import estimated_changes, paired_change
 from pipeline.diagnosis.worker.influence import Influences, product
@@ -211,27 +209,5 @@ def _text(change: float, low: float, high: float) -> str:
     return f"{100 * change:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="folder of the cache and of the dataset in work")
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds; stored ones are skipped")
-    arguments = parser.parse_args()
-    stored = {each["seed"] for each in read_results(RESULTS)}
-    for seed in range(arguments.seeds):
-        if seed not in stored:
-            _add(arguments.folder.absolute(), seed)
-    print("\n".join(report(read_results(RESULTS))))
-
-
-def _add(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        result = trial(Path(own), folder / "cache", seed)
-    add_result(RESULTS, {"seed": seed, **result})
-
-
 if __name__ == "__main__":
-    main()
+    run_study(__doc__, RESULTS, trial, report, seeds=3)
