@@ -133,9 +133,9 @@ def test_damaged_results_are_written_again_without_drawing(evaluated: Command, w
     assert evaluated.modules == []
     assert evaluated.result() == result
     after = files(evaluated.output)
-    assert {name for name in {*sound, *after} if after.get(name) != sound.get(name)} == {
-        "reports/evaluation.json"  # pictures are reused, not drawn
-    }
+    # The report has counters and a duration, which can be those of the first evaluation.
+    assert {name for name in {*sound, *after} if after.get(name) != sound.get(name)} <= {"reports/evaluation.json"}
+    assert (evaluated.report()["pictures_encoded"], evaluated.report()["features_encoded"]) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["pictures", "features"])
