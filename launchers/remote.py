@@ -12,8 +12,8 @@ from dagster import AssetExecutionContext
 from pydantic import Field
 
 from pipeline.encoding.collecting import encode_on_workers
-from pipeline.encoding.fill import DIAGNOSIS_MODULE, EVALUATION_MODULE, WORKERS
 from pipeline.encoding.shared_encoding import SharedEncoding
+from pipeline.encoding.workers import DIAGNOSIS_MODULE, EVALUATION_MODULE, WORKERS
 from pipeline.processes.launch import TRAINING_MODULE, Launch, Meanwhile
 from resources.local_launcher import AccelerateLauncher, Observer
 from resources.step_log import run_log

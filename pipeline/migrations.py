@@ -1,7 +1,7 @@
 """Files that release 0.2.0 wrote in another form, converted to the form of this version.
 
 No other code reads an older form. The keys of cache entries and the ids of finished runs are unchanged
-(`RECIPE_FACTS` in `trained_lora/fingerprint.py`). An unfinished run of another version does not resume.
+(`RECIPE_FACTS` in `trained_lora/recipe_facts.py`). An unfinished run of another version does not resume.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from pipeline.encoding.fill import WORKERS, surely_launched
+from pipeline.encoding.workers import WORKERS, surely_launched
 from pipeline.processes.fork_server import fork_server
 from pipeline.processes.launch import TRAINING_MODULE
 from pipeline.recipe.deployment import load_deployment
-from pipeline.trained_lora.next_action import will_train
+from pipeline.trained_lora.recipe_facts import will_train
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe

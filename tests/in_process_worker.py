@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cache.pack_copies import CopySettings
-from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.jobs import read_encoding
 from pipeline.encoding.progress import Report
+from pipeline.encoding.workers import WORKERS
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import TRAINING_MODULE, Meanwhile
 

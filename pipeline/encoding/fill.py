@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import polars as pl
 
-from pipeline.cache.packs import PACKS
 from pipeline.cache.recipe_entries import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
@@ -29,40 +28,18 @@ from pipeline.encoding.jobs import (
     write_jobs,
 )
 from pipeline.encoding.speed import record_speed
+from pipeline.encoding.workers import WORKERS
 from pipeline.errors import StoreError, counted
 from pipeline.log import Log
 from pipeline.processes.launch import Launch
 from pipeline.reporting.progress import phase
 from pipeline.reporting.reports import Stopwatch
-from pipeline.storage.addresses import Url
 from pipeline.storage.os_errors import require_disk_space
 
 if TYPE_CHECKING:
-    from pipeline.recipe import Recipe
+    pass
 
 Row: TypeAlias = Mapping[str, Any]
-
-EVALUATION_MODULE = "pipeline.evaluation.worker"
-"""Entry module that draws and scores pictures. Its processes are on the machine of the step."""
-
-DIAGNOSIS_MODULE = "pipeline.diagnosis.worker"
-"""Entry module that measures losses and gradients with the base model."""
-
-CAPTIONS_MODULE = "pipeline.captions.worker"
-"""Entry module that captions images."""
-
-WORKERS: dict[Kind, str] = {
-    "latents": "pipeline.vae_latents.worker",
-    "text": "pipeline.text_embeddings.worker",
-    # Masks need no model, so this one is not launched.
-    "masks": "pipeline.vae_latents.masks",
-    "pictures": EVALUATION_MODULE,
-    "features": EVALUATION_MODULE,
-    "diagnoses": DIAGNOSIS_MODULE,
-    "influences": DIAGNOSIS_MODULE,
-    "captions": CAPTIONS_MODULE,
-}
-"""Module that encodes each kind."""
 
 GIVEN_SIZE = ("given_height", "given_width")
 """Columns of the size in which a captioning model gets an image."""
@@ -139,22 +116,6 @@ class FillResult:
             "damaged": len(self.damaged),
             "bytes": int(self.entries["entry_bytes"].sum()),
         }
-
-
-def surely_launched(recipe: Recipe) -> list[str]:
-    """Return the modules of `WORKERS` that encode for the recipe unless a gate closes.
-
-    These are the ones for kinds of which the cache has no entry at all; other entries may be missing too.
-    """
-    cache_dir = recipe.cache_dir
-    if isinstance(cache_dir, Url):
-        return []
-    kinds: tuple[Kind, ...] = ("latents", "text")
-    return [
-        WORKERS[kind]
-        for kind in kinds
-        if not (cache_dir / kind).is_dir() and not (cache_dir / PACKS / kind).is_dir()
-    ]
 
 
 def fill(

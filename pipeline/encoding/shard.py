@@ -17,7 +17,6 @@ from pipeline.background import in_background
 from pipeline.cache.sealing import seal_new
 from pipeline.cache.store import Store
 from pipeline.encoding.collecting import Collector
-from pipeline.encoding.fill import WORKERS
 from pipeline.encoding.jobs import (
     ENCODING_FILE,
     JOBS_FILE,
@@ -30,6 +29,7 @@ from pipeline.encoding.jobs import (
     write_encoding,
 )
 from pipeline.encoding.shared_encoding import PICTURES, ResultsUpload, Shard, SharedEncoding
+from pipeline.encoding.workers import WORKERS
 from pipeline.errors import LatentlineError, ModelError, StoreError, counted
 from pipeline.log import Log
 from pipeline.models.captioner_folder import captioner_part, resolve_captioner

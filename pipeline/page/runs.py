@@ -30,7 +30,7 @@ from pipeline.trained_lora.run_folder import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.fingerprint import Facts
+    from pipeline.trained_lora.recipe_facts import Facts
 
 State = Literal["finished", "training", "stopped"]
 

@@ -34,6 +34,9 @@ SERVER_MODULE = "pipeline.processes.worker.fork_server"
 
 _POLL_S = 0.01
 
+# Polars adds its defaults when this process imports it, perhaps after the start of the server.
+_POLARS_VARIABLE = "_RJEM_MALLOC_CONF"
+
 
 class StartedProcess(Protocol):
     """The part of `subprocess.Popen` that launchers use."""
@@ -74,13 +77,14 @@ class _ForkedProcess:
 
 class _Server:
     def __init__(self, modules: Iterable[str], settings: AccelerateSettings) -> None:
-        self._variables = launch_environment(settings, Path())
-        del self._variables[ERROR_FILE_VARIABLE]
+        variables = launch_environment(settings, Path())
+        del variables[ERROR_FILE_VARIABLE]
+        self._variables = {name: variables[name] for name in variables if name != _POLARS_VARIABLE}
 
         # As other launched processes, in a session that Ctrl-C at a terminal does not reach.
         self._process = subprocess.Popen(
             [sys.executable, "-m", SERVER_MODULE, *modules],
-            env=self._variables,
+            env=variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

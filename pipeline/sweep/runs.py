@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from pipeline.processes.launch import Launch
     from pipeline.recipe import Recipe
     from pipeline.sweep.variants import Variant
-    from pipeline.trained_lora.fingerprint import Facts
     from pipeline.trained_lora.job import TrainingJob
+    from pipeline.trained_lora.recipe_facts import Facts
 
 _PLAN_ONLY = (
     "text.caption_dropout",

@@ -18,8 +18,9 @@ from pipeline.errors import TrainingError
 from pipeline.storage.atomic import sync_file, write_text
 from pipeline.trained_lora.differences import describe_difference
 from pipeline.trained_lora.export.lora_files import layout_file
-from pipeline.trained_lora.fingerprint import Facts, run_id
+from pipeline.trained_lora.fingerprint import run_id
 from pipeline.trained_lora.job import JOB_FILE
+from pipeline.trained_lora.recipe_facts import Facts
 from pipeline.trained_lora.run_folder import (
     ADAPTER_FILE,
     MARKER,

@@ -11,7 +11,8 @@ import polars as pl
 
 from pipeline.storage.tables import read_rows
 from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE, SAMPLES_FILE
-from pipeline.trained_lora.fingerprint import Facts, with_dataset_names
+from pipeline.trained_lora.fingerprint import with_dataset_names
+from pipeline.trained_lora.recipe_facts import Facts
 from pipeline.trained_lora.run_folder import RunLayout
 
 MAX_NAMED = 3

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -18,6 +18,7 @@ from pipeline.storage.atomic import write_text
 from pipeline.storage.regular_files import file_sha256
 from pipeline.trained_lora.context_file import context_facts
 from pipeline.trained_lora.inputs import IDENTITY, when_exhausted
+from pipeline.trained_lora.recipe_facts import ALWAYS_PRESENT, RECIPE_FACTS, Facts
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
@@ -26,88 +27,6 @@ if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings, Recipe, TrainingSettings
     from pipeline.trained_lora.inputs import TrainingInputs
-
-Facts = dict[str, Any]
-"""Nested, JSON-serializable facts."""
-
-ALWAYS_PRESENT = object()
-"""Default of a fact that the first runs have whatever its value is."""
-
-
-class RecipeFact(NamedTuple):
-    """A recipe key with its place in the facts.
-
-    Attributes:
-        name: Dotted name of the fact.
-        key: Dotted name of the recipe key, outside of lists.
-        default: Value at which the fact is absent.
-        since: First release with this key.
-    """
-
-    name: str
-    key: str
-    default: Any = ALWAYS_PRESENT
-    since: str = "0.2.0"
-
-
-RECIPE_FACTS = (
-    RecipeFact("plan.seed", "training.seed"),
-    RecipeFact("plan.batch_size", "training.batch_size"),
-    RecipeFact("plan.gradient_accumulation", "training.gradient_accumulation"),
-    RecipeFact("plan.num_processes", "accelerate.num_processes"),
-    RecipeFact("plan.caption_dropout", "text.caption_dropout"),
-    RecipeFact("plan.underfilled", "buckets.underfilled"),
-    RecipeFact("loss.kind", "training.loss.kind"),
-    RecipeFact("loss.delta", "training.loss.delta"),
-    RecipeFact("loss.weighting", "training.loss.weighting"),
-    RecipeFact("loss.gamma", "training.loss.gamma"),
-    RecipeFact("loss.timesteps.density", "training.timesteps.density"),
-    RecipeFact("loss.timesteps.location", "training.timesteps.location"),
-    RecipeFact("loss.timesteps.scale", "training.timesteps.scale"),
-    RecipeFact("loss.timesteps.mode_scale", "training.timesteps.mode_scale"),
-    RecipeFact("loss.timesteps.min", "training.timesteps.min"),
-    RecipeFact("loss.timesteps.max", "training.timesteps.max"),
-    RecipeFact("loss.timesteps.shift", "training.timesteps.shift"),
-    RecipeFact("noise.offset", "training.noise.offset"),
-    RecipeFact("noise.input_perturbation", "training.noise.input_perturbation"),
-    RecipeFact("noise.zero_terminal_snr", "training.noise.zero_terminal_snr"),
-    RecipeFact("guidance", "training.guidance", default=1.0, since="0.4.0"),
-    RecipeFact("optimizer.kind", "training.optimizer"),
-    RecipeFact("optimizer.arguments", "training.optimizer_arguments"),
-    RecipeFact("optimizer.learning_rate", "training.learning_rate"),
-    RecipeFact("optimizer.max_grad_norm", "training.max_grad_norm"),
-    RecipeFact("optimizer.ema_decay", "training.ema_decay"),
-    RecipeFact("schedule.kind", "training.lr_scheduler"),
-    RecipeFact("schedule.warmup_steps", "training.warmup_steps"),
-    RecipeFact("lora.rank", "training.lora.rank"),
-    RecipeFact("lora.alpha", "training.lora.alpha"),
-    RecipeFact("lora.kind", "training.lora.kind"),
-    RecipeFact("lora.dropout", "training.lora.dropout"),
-    RecipeFact("lora.targets", "training.lora.targets"),
-    RecipeFact("lora.modules", "training.lora.modules"),
-    RecipeFact("lora.conv_rank", "training.lora.conv_rank"),
-    RecipeFact("lora.conv_alpha", "training.lora.conv_alpha"),
-    RecipeFact("lora.ranks", "training.lora.ranks"),
-    RecipeFact("lora.dora", "training.lora.dora"),
-    RecipeFact("lora.rslora", "training.lora.rslora"),
-    RecipeFact("lora.init", "training.lora.init"),
-    RecipeFact("lora.text_encoders", "training.lora.text_encoders", default=None),
-    RecipeFact("lora.rank_dropout", "training.lora.rank_dropout", default=0.0, since="0.4.0"),
-    RecipeFact("lora.module_dropout", "training.lora.module_dropout", default=0.0, since="0.4.0"),
-    RecipeFact("lora.scale_weight_norms", "training.lora.scale_weight_norms", default=None, since="0.4.0"),
-    RecipeFact("lora.timestep_ranks", "training.lora.timestep_ranks", default=None, since="0.4.0"),
-    RecipeFact("lora.learning_rates", "training.lora.learning_rates", default=[], since="0.3.0"),
-    RecipeFact("lora.loraplus_ratio", "training.lora.loraplus_ratio", default=None, since="0.3.0"),
-    RecipeFact("lora.save_dtype", "training.lora.save_dtype", default="float32", since="0.3.0"),
-    RecipeFact("lora.native_file", "training.lora.native_file", default=False, since="0.4.0"),
-    RecipeFact("compile", "training.compile"),
-    RecipeFact("attention_backend", "training.attention_backend", default="native", since="0.4.0"),
-)
-"""Recipe keys that decide the weights by their value; other keys are in `DERIVED_KEYS`.
-
-A key that is added gets the release as `since`, and as `default` the value with which a run trains as before.
-The fact is absent at this value, so that the runs of earlier releases keep their ids.
-"""
 
 DERIVED_KEYS = {
     "training.steps": "schedule: only if the learning rate depends on it, so that a longer run can resume",

@@ -27,7 +27,8 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
     write_companions,
 )
-from pipeline.trained_lora.fingerprint import Facts, write_facts
+from pipeline.trained_lora.fingerprint import write_facts
+from pipeline.trained_lora.recipe_facts import Facts
 from pipeline.trained_lora.report import write_run_report
 from pipeline.trained_lora.run_folder import RunLayout
 

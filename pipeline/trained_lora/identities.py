@@ -8,9 +8,10 @@ import polars as pl
 
 from pipeline.log import Log, discard
 from pipeline.outputs.folder import outputs_of
-from pipeline.trained_lora.fingerprint import Facts, run_facts, run_id
+from pipeline.trained_lora.fingerprint import run_facts, run_id
 from pipeline.trained_lora.inputs import IDENTITY, TrainingInputs
 from pipeline.trained_lora.job import with_steps
+from pipeline.trained_lora.recipe_facts import Facts
 from pipeline.trained_lora.run_folder import RunLayout, run_folder
 
 if TYPE_CHECKING:

@@ -5,17 +5,15 @@ The stage writes it to the log before it trains, and `latentline plan` shows it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipeline.errors import counted
-from pipeline.storage.addresses import Url
 from pipeline.trained_lora.differences import difference_from_latest
 from pipeline.trained_lora.export.lora_files import lora_file_names
 from pipeline.trained_lora.export.publish import read_finished, saved_lora
-from pipeline.trained_lora.fingerprint import RECIPE_FACTS
 from pipeline.trained_lora.run_folder import (
     MARKER,
     RunLayout,
@@ -29,11 +27,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.recipe import Recipe
-    from pipeline.trained_lora.fingerprint import Facts, RecipeFact
     from pipeline.trained_lora.job import TrainingJob
-
-_COMPUTED_FACTS = ("plan.caption_dropout", "loss.timesteps.shift")
-"""Facts of recipe keys that `run_facts` replaces by computed ones."""
+    from pipeline.trained_lora.recipe_facts import Facts
 
 Kind = Literal["finished", "publish", "resume", "restart", "new"]
 
@@ -118,37 +113,6 @@ def next_action(
     first_step = max((step for step in states if 0 < step <= steps), default=0)
     kind: Kind = "resume" if first_step else "restart"
     return NextAction(kind, job.run, steps, first_step, _reason(job, layout, first_step))
-
-
-def will_train(recipe: Recipe) -> bool:
-    """Return whether no finished run has the recipe's settings, so that its job trains if no gate closes.
-
-    Only small files are read: images and captions may have changed although this returns False.
-    """
-    # The working copy of outputs at an address may lack runs.
-    if isinstance(recipe.output_address, Url):
-        return False
-    values = recipe.model_dump(mode="json")
-    for facts_file in (recipe.output_dir / "runs").glob("*/run.json"):
-        layout = RunLayout(facts_file.parent)
-        facts = read_record(facts_file)
-        if all(_has_fact(facts, fact, values) for fact in RECIPE_FACTS):
-            # The steps of epochs depend on the samples.
-            finished, steps = read_record(layout.finished), recipe.training.steps
-            if finished and (steps is None or steps <= finished["steps"]):
-                return False
-    return True
-
-
-def _has_fact(facts: Facts, fact: RecipeFact, values: Mapping[str, Any]) -> bool:
-    """Return whether a run may have been trained with the recipe's value; computed facts are not compared."""
-    value: Any = values
-    for name in fact.key.split("."):
-        value = value[name]
-    trained: Any = facts
-    for name in fact.name.split("."):
-        trained = trained.get(name, {})
-    return trained in (value, {}) or fact.name in _COMPUTED_FACTS
 
 
 def _is_finished(layout: RunLayout, *, steps: int, recipe: Recipe, uploaded: Collection[str] | None) -> bool:

@@ -26,7 +26,7 @@ from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 if TYPE_CHECKING:
     from pipeline.cache.recipe_entries import RecipeEntries
     from pipeline.recipe import Recipe
-    from pipeline.trained_lora.fingerprint import Facts
+    from pipeline.trained_lora.recipe_facts import Facts
 
 PACKAGES = ("latentline", "accelerate", "diffusers", "numpy", "peft", "safetensors", "torch", "transformers")
 

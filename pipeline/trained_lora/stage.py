@@ -56,7 +56,7 @@ from pipeline.trained_lora.export.publish import (
     publish,
     saved_result,
 )
-from pipeline.trained_lora.fingerprint import Facts, run_id, write_facts
+from pipeline.trained_lora.fingerprint import run_id, write_facts
 from pipeline.trained_lora.finished_run import complete_run, repaired_run, write_job
 from pipeline.trained_lora.identities import planned_run
 from pipeline.trained_lora.inputs import training_inputs
@@ -64,6 +64,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.next_action import next_action
 from pipeline.trained_lora.prompts import preview_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
+from pipeline.trained_lora.recipe_facts import Facts
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, lora_steps, read_metrics
 from pipeline.trained_lora.run_upload import uploaded_run

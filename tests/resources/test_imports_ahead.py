@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.workers import WORKERS
 from pipeline.processes.launch import TRAINING_MODULE
 from resources.imports_ahead import imports_ahead
 from tests.small_recipe import small_recipe

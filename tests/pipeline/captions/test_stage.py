@@ -13,7 +13,7 @@ from pipeline.captions.entries import as_tensor, caption_spec, read_caption
 from pipeline.captions.given_size import given_size
 from pipeline.captions.model import resolve_model
 from pipeline.captions.report import sheet_path
-from pipeline.encoding.fill import CAPTIONS_MODULE
+from pipeline.encoding.workers import CAPTIONS_MODULE
 from pipeline.errors import DatasetError, ModelError
 from pipeline.images.geometry import Size
 from pipeline.storage.tables import Tables

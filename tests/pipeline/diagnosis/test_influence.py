@@ -18,7 +18,7 @@ from pipeline.diagnosis.influence import (
     measure_influence,
     paired_change,
 )
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.workers import WORKERS
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.log import discard
 from pipeline.processes.launch import TRAINING_MODULE

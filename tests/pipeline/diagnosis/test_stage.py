@@ -13,7 +13,7 @@ from pipeline.diagnosis.caption_swap import ROUNDS, Verdict, num_passes
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.report import SHEET_FILE, write_sheet
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.workers import WORKERS
 from pipeline.errors import GateClosedError, TrainingError
 from pipeline.maintenance import gc, verify
 from pipeline.maintenance.diagnosis_forecast import forecast_diagnosis

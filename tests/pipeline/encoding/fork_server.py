@@ -79,7 +79,7 @@ class ForkedLaunch:
         self.ended: set[str] = set()
 
     def __call__(self, module: str, encoding: Path, meanwhile: Meanwhile) -> None:
-        from pipeline.encoding.fill import WORKERS
+        from pipeline.encoding.workers import WORKERS
 
         meanwhile()
         assert module in WORKERS.values()

@@ -27,8 +27,8 @@ from PIL import Image
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cache.store import Kind
-from pipeline.encoding.fill import WORKERS, surely_launched
 from pipeline.encoding.worker.run import WRITES_BEHIND
+from pipeline.encoding.workers import WORKERS, surely_launched
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import LocalLaunch, Meanwhile
 from pipeline.raw_images.stage import scan

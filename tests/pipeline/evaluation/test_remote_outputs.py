@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assets.metadata import publish
-from pipeline.encoding.fill import EVALUATION_MODULE
+from pipeline.encoding.workers import EVALUATION_MODULE
 from pipeline.evaluation.choice import Choice
 from pipeline.evaluation.prepare import Request
 from pipeline.evaluation.publishing import publish_choice

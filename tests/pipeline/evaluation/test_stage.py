@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from pipeline.encoding.fill import EVALUATION_MODULE
+from pipeline.encoding.workers import EVALUATION_MODULE
 from pipeline.evaluation import checks
 from pipeline.evaluation.known_entries import FILE, read_known
 from pipeline.evaluation.prepare import Request

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.encoding.fill import WORKERS
+from pipeline.encoding.workers import WORKERS
 from pipeline.processes.fork_server import StartedProcess, fork_server, start_process
 from pipeline.processes.launch import TRAINING_MODULE, launch_command, launch_environment
 from pipeline.recipe import AccelerateSettings

@@ -9,7 +9,7 @@ import pytest
 
 from demo.tiny_models.captioners import write_idefics3
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.encoding.fill import CAPTIONS_MODULE, WORKERS
+from pipeline.encoding.workers import CAPTIONS_MODULE, WORKERS
 from pipeline.errors import GateClosedError
 from pipeline.log import discard
 from pipeline.sweep.runs import planner

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.cli.main import latentline
-from pipeline.encoding.fill import EVALUATION_MODULE
+from pipeline.encoding.workers import EVALUATION_MODULE
 from pipeline.errors import RecipeError, StoppedError, SweepError
 from pipeline.log import discard
 from pipeline.processes import launch as processes

@@ -18,17 +18,10 @@ from pipeline.processes.machines import Machines
 from pipeline.recipe import TrainingSettings
 from pipeline.recipe.schema import all_keys
 from pipeline.trained_lora.differences import describe_difference
-from pipeline.trained_lora.fingerprint import (
-    ALWAYS_PRESENT,
-    DERIVED_KEYS,
-    IRRELEVANT_KEYS,
-    RECIPE_FACTS,
-    is_run_id,
-    run_facts,
-    run_id,
-)
+from pipeline.trained_lora.fingerprint import DERIVED_KEYS, IRRELEVANT_KEYS, is_run_id, run_facts, run_id
 from pipeline.trained_lora.identities import by_content
 from pipeline.trained_lora.inputs import TrainingInputs, training_inputs
+from pipeline.trained_lora.recipe_facts import ALWAYS_PRESENT, RECIPE_FACTS
 from pipeline.versions import TRAINING_VERSION
 from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 from tests.pipeline.trained_lora.fingerprint_case import Samples, samples

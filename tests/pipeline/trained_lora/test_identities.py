@@ -27,8 +27,8 @@ from tests.pipeline.trained_lora.slider_project import slider_project
 from tests.tensor_differences import differing_tensors
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.fingerprint import Facts
     from pipeline.trained_lora.plan.steps import Slot
+    from pipeline.trained_lora.recipe_facts import Facts
 
 TWO: dict[str, dict[str, Any]] = {"holiday": {}, "garden": {}}
 

@@ -12,7 +12,8 @@ import pytest
 from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.log import discard
 from pipeline.trained_lora.duration import expected_duration
-from pipeline.trained_lora.next_action import NextAction, next_action, will_train
+from pipeline.trained_lora.next_action import NextAction, next_action
+from pipeline.trained_lora.recipe_facts import will_train
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import plan_run
 from tests.in_process_worker import InProcessLaunch

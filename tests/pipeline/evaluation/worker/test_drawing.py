@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pipeline.encoding.fill import EVALUATION_MODULE
+from pipeline.encoding.workers import EVALUATION_MODULE
 from pipeline.evaluation.prepare import Request
 from pipeline.evaluation.stage import evaluate
 from pipeline.processes.launch import LocalLaunch
