@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pipeline.errors import RUN_RECIPE
+from pipeline.processes.imports import collector_paused
 
 if TYPE_CHECKING:
     from dagster import DagsterInstance, JobDefinition
@@ -67,8 +68,9 @@ def _terminate(number: int, frame: object) -> None:
 def _run(
     recipe_file: Path, job_name: str, command: str, continue_run: str | None, result_file: str | None
 ) -> int:
-    from pipeline.recipe import load_recipe
-    from resources.imports_ahead import imports_ahead
+    with collector_paused():
+        from pipeline.recipe import load_recipe
+        from resources.imports_ahead import imports_ahead
 
     try:
         # Before Dagster is imported, which takes as long, also by the modules below.
@@ -123,16 +125,17 @@ def _execute(
     recipe_file: Path, job_name: str, command: str, continue_run: str | None, interrupts: list[int]
 ) -> "RunSummary":
     """Execute the job with the terminal logger, and return the summary of the run."""
-    from dagster import in_process_executor
+    with collector_paused():
+        from dagster import in_process_executor
 
-    from pipeline.recipe import load_recipe
-    from resources.dead_runs import end_dead_runs
-    from resources.open_databases import open_databases
-    from resources.run_summary import summarize_run
+        from pipeline.recipe import load_recipe
+        from resources.dead_runs import end_dead_runs
+        from resources.open_databases import open_databases
+        from resources.run_summary import summarize_run
 
-    # The definitions look for the terminal on standard error, so they load before it is redirected.
-    in_process = load_job(job_name).executor_def.name == in_process_executor.name
-    recipe = load_recipe(recipe_file)
+        # The definitions look for the terminal on standard error, so they load before it is redirected.
+        in_process = load_job(job_name).executor_def.name == in_process_executor.name
+        recipe = load_recipe(recipe_file)
 
     with _open_instance() as instance, open_databases():
         # A dead run would keep its place in the pool, and this run would wait for it.

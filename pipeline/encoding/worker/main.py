@@ -21,10 +21,12 @@ def main(encoding_file: Path, run: Callable[..., None]) -> None:
     watch_parent()
     with reporter() as report:
         # Imported here, so that a failure to import torch reaches the reporter.
-        from pipeline.models.worker.loading import keep_quiet
+        from pipeline.processes.worker.imports import quick_imports
 
-        keep_quiet()
-        from pipeline.processes.worker.devices import used_memory_text
+        with quick_imports():
+            from pipeline.models.worker.loading import import_base_classes
+            from pipeline.processes.worker.devices import used_memory_text
 
+            import_base_classes()
         report.lines.memory = used_memory_text
         run(encoding_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))

@@ -13,11 +13,14 @@ def main(job_file: Path) -> None:
     """Write the files of the job, and the result next to it."""
     watch_parent()
     with reporter() as report:
-        from pipeline.models.worker.loading import keep_quiet
+        from pipeline.processes.worker.imports import quick_imports
 
-        keep_quiet()
-        from pipeline.lora_files.extract import read_job
-        from pipeline.lora_files.worker.extract import extract_lora
+        with quick_imports():
+            from pipeline.models.worker.loading import keep_quiet
+
+            keep_quiet()
+            from pipeline.lora_files.extract import read_job
+            from pipeline.lora_files.worker.extract import extract_lora
 
         extract_lora(read_job(job_file), job_file.parent, report.progress)
 

@@ -16,11 +16,14 @@ def main(job_file: Path) -> None:
     # The text encoder of Kolors compiles functions that do not accept the meta device.
     os.environ["PYTORCH_JIT"] = "0"
     with reporter() as report:
-        from pipeline.models.worker.loading import keep_quiet
+        from pipeline.processes.worker.imports import quick_imports
 
-        keep_quiet()
-        from pipeline.memory.job import read_job, write_result
-        from pipeline.memory.worker.stages import forecast_stages
+        with quick_imports():
+            from pipeline.models.worker.loading import import_base_classes
+
+            import_base_classes()
+            from pipeline.memory.job import read_job, write_result
+            from pipeline.memory.worker.stages import forecast_stages
 
         write_result(forecast_stages(read_job(job_file), report.phase), job_file)
 

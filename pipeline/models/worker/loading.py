@@ -37,8 +37,14 @@ def keep_quiet() -> None:
         library.disable_progress_bar()
 
 
-_BASE_CLASSES = ("diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
-"""Modules with the base classes of networks and pipelines, which import most of both libraries."""
+def import_base_classes() -> None:
+    """Import the base classes of networks and pipelines, which import most of both libraries.
+
+    On a machine with a GPU, they import bitsandbytes if it is installed, which initialises CUDA.
+    """
+    keep_quiet()
+    importlib.import_module("diffusers.pipelines.pipeline_utils")
+    importlib.import_module("transformers.modeling_utils")
 
 
 def import_libraries(*modules: str, without_gpu: Sequence[str] = ()) -> None:
@@ -50,9 +56,10 @@ def import_libraries(*modules: str, without_gpu: Sequence[str] = ()) -> None:
     for name in modules:
         importlib.import_module(name)
 
-    # The base classes import bitsandbytes, which initialises CUDA. Counting GPUs does not.
+    # Counting GPUs does not initialise CUDA.
     if torch.cuda.device_count() == 0:
-        for name in (*_BASE_CLASSES, *without_gpu):
+        import_base_classes()
+        for name in without_gpu:
             importlib.import_module(name)
 
 

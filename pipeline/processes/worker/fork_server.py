@@ -6,7 +6,6 @@ so a forked process inherits neither threads nor a CUDA context.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 from pipeline.processes.guard import end_now, end_with_parent
 from pipeline.processes.launch import PARENT_VARIABLE
+from pipeline.processes.worker.imports import quick_imports
 
 
 def main() -> None:
@@ -28,15 +28,13 @@ def main() -> None:
     # Libraries may print hints while they are imported.
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for module in sys.argv[1:]:
-        # The job imports the same, and reports an error where its user reads it.
-        with suppress(Exception):
+    # The job imports the same, and reports an error where its user reads it.
+    with suppress(Exception), quick_imports():
+        for module in sys.argv[1:]:
             importlib.import_module(f"{module}.__main__").import_libraries()
 
     has_gpu = _has_gpu()
     server = os.getpid()
-    # The collector of a forked process would write to each object, and so copy the memory of all imports.
-    gc.freeze()
     while line := sys.stdin.buffer.readline():
         order = json.loads(line)
         pid = os.fork()

@@ -47,15 +47,18 @@ def main(path: Path) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch_folder(project_root()) / COMPILED))
         startup.Startup(job, report.phase).begin(startup.IMPORTS)
 
-        import torch
+        from pipeline.processes.worker.imports import quick_imports
 
-        from pipeline.models.worker.loading import keep_quiet
+        with quick_imports():
+            import torch
 
-        # Before diffusers and transformers are imported, because their imports print hints.
-        keep_quiet()
-        from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.processes.worker.machine_watch import machines_watched
-        from pipeline.trained_lora.worker.loop import train
+            from pipeline.models.worker.loading import import_base_classes
+
+            # Before other imports of diffusers and transformers, which print hints.
+            import_base_classes()
+            from pipeline.processes.worker.devices import used_memory_text
+            from pipeline.processes.worker.machine_watch import machines_watched
+            from pipeline.trained_lora.worker.loop import train
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())

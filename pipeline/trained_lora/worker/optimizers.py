@@ -6,7 +6,6 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import get_wsd_schedule
 
 from pipeline.errors import TrainingError
+from pipeline.processes.worker.imports import import_hidden
 from pipeline.recipe.optimizer_classes import OPTIMIZERS
 from pipeline.recipe.training import RISE
 
@@ -129,7 +129,7 @@ def optimizer_class(settings: TrainingSettings) -> type[torch.optim.Optimizer]:
     package = named.package if named and named.package else module.partition(".")[0]
     where, fix = "training.optimizer", "use the import path of a subclass of torch.optim.Optimizer"
     try:
-        optimizer_type = getattr(import_module(module), name)
+        optimizer_type = getattr(import_hidden(module), name)
     except ImportError as err:
         install = f"install it, for example with `pip install {package}`, or use another optimizer"
         raise TrainingError(f"{path} cannot be imported: {err}", where=where, fix=install) from err

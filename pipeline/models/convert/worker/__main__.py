@@ -13,11 +13,14 @@ def main(job_file: Path) -> None:
     """Write the components of the job."""
     watch_parent()
     with reporter() as report:
-        from pipeline.models.worker.loading import keep_quiet
+        from pipeline.processes.worker.imports import quick_imports
 
-        keep_quiet()
-        from pipeline.models.convert.job import read_job
-        from pipeline.models.convert.worker.components import convert_components
+        with quick_imports():
+            from pipeline.models.worker.loading import keep_quiet
+
+            keep_quiet()
+            from pipeline.models.convert.job import read_job
+            from pipeline.models.convert.worker.components import convert_components
 
         convert_components(read_job(job_file), report.progress)
 

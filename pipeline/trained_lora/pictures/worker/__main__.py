@@ -14,15 +14,18 @@ def main(order_path: Path) -> None:
     watch_parent()
     with reporter() as report:
         # Imported here, so that a failure to import torch reaches the reporter.
-        import torch
+        from pipeline.processes.worker.imports import quick_imports
 
-        from pipeline.models.worker.loading import keep_quiet
+        with quick_imports():
+            import torch
 
-        keep_quiet()
-        from pipeline.processes.launch import cpu_threads
-        from pipeline.processes.worker.devices import used_memory_text
-        from pipeline.trained_lora.pictures.job import read_drawing_job
-        from pipeline.trained_lora.pictures.worker.artist import draw_pictures
+            from pipeline.models.worker.loading import import_base_classes
+
+            import_base_classes()
+            from pipeline.processes.launch import cpu_threads
+            from pipeline.processes.worker.devices import used_memory_text
+            from pipeline.trained_lora.pictures.job import read_drawing_job
+            from pipeline.trained_lora.pictures.worker.artist import draw_pictures
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
