@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -71,9 +72,12 @@ def command(recipes: tuple[Recipe, ...], cache_only: bool, stop: bool, continue_
     if len(recipes) == 1 and not is_json():
         # The imports of the job take seconds.
         _show(f"starting {recipes[0].name}", err=True)
-        # The module replaces this process, so that signals and the exit status need no forwarding.
-        arguments, environment = _job_command(recipes[0], home, cache_only=cache_only)
-        os.execve(sys.executable, [*arguments, *more], environment)  # noqa: S606 - no shell is wanted
+        os.environ.update(_job_environment(recipes[0], home))
+        sys.argv = [*_job(recipes[0], cache_only=cache_only), *more]
+        # A folder assets/ in the working directory, as Dagster projects have it, must not hide the module.
+        sys.path[:0] = python_path().split(os.pathsep)
+        # In this process, so that signals and the exit status need no forwarding. It ends the process.
+        runpy.run_module(RUN_MODULE, run_name="__main__", alter_sys=True)
 
     names = [recipe.name for recipe in recipes]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -127,12 +131,13 @@ def _run_in_turn(
             _show("", err=True)
         _show(f"starting {recipe.name}, {number} of {len(recipes)}", err=True)
         started_s = time.monotonic()
-        arguments, environment = _job_command(recipe, home, cache_only=cache_only)
+        # Without the working directory in Python's path, see `command`.
+        arguments = [sys.executable, "-P", "-m", *_job(recipe, cache_only=cache_only)]
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = Path(folder) / "result.json"
             # Without a run to continue, its place is empty.
             arguments += [*(more or [""]), str(file)] if is_json() else more
-            status = _run_and_wait(arguments, environment)
+            status = _run_and_wait(arguments, os.environ | _job_environment(recipe, home))
             content = json.loads(file.read_bytes()) if file.exists() else {}
         results[recipe.name] = JobResult(status, time.monotonic() - started_s, content)
         if status == STOPPED_STATUS or (status and stop):
@@ -176,17 +181,17 @@ def _with_forwarded_signals(
             signal.signal(number, handler)
 
 
-def _job_command(recipe: Recipe, home: Path, *, cache_only: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the command that executes the recipe's job, and its environment."""
-    environment = {
-        **os.environ,
+def _job(recipe: Recipe, *, cache_only: bool) -> list[str]:
+    """Return the module that executes the recipe's job, and its arguments."""
+    return [RUN_MODULE, str(recipe.source), f"{recipe.name}_{'cache' if cache_only else 'train'}"]
+
+
+def _job_environment(recipe: Recipe, home: Path) -> dict[str, str]:
+    return {
         HOME_VARIABLE: str(home),
         CONFIGS_VARIABLE: str(recipe.source.parent),
         "PYTHONPATH": python_path(),
     }
-    job = f"{recipe.name}_{'cache' if cache_only else 'train'}"
-    # A folder assets/ in the working directory, as Dagster projects have it, must not hide the module.
-    return [sys.executable, "-P", "-m", RUN_MODULE, str(recipe.source), job], environment
 
 
 def results_text(
