@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
     from pipeline.cache.recipe_entries import RecipeEntries
 
-NUM_DECODED = 8
-"""Number of latents that are decoded."""
+MIN_DECODED, MAX_DECODED = 3, 8
+"""Number of latents that are decoded for a small and a large dataset."""
 
 NUM_SHOWN = 4
-"""Number of pictures in the UI, including the one with the lowest PSNR."""
+"""Maximum number of pictures in the UI, including the one with the lowest PSNR."""
+
+# Decoding takes a VAE about twice as long as encoding, so it adds a tenth.
+_LATENTS_PER_DECODED = 20
 
 NUM_IN_STATISTICS = 64
 """Number of latents in the statistics."""
@@ -72,6 +75,11 @@ class DecodedLatent:
     def is_like(self) -> bool:
         """Whether the decoded latent is closer to the image than its mean colour."""
         return self.psnr_db > self.plain_psnr_db
+
+
+def num_decoded(num_latents: int) -> int:
+    """Return how many latents of a dataset are decoded: 3, or more for more than 60 latents, at most 8."""
+    return max(MIN_DECODED, min(MAX_DECODED, num_latents // _LATENTS_PER_DECODED))
 
 
 def choose(rows: pl.DataFrame, number: int) -> pl.DataFrame:

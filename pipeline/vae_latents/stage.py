@@ -103,7 +103,7 @@ def cache_latents(
     )
     recorded = _recorded(previous)
     latents = _entry_rows(requests, recorded)
-    picture_rows = pictures.choose(latents, pictures.NUM_DECODED)
+    picture_rows = pictures.choose(latents, pictures.num_decoded(len(latents)))
     requested = [rows for rows in requested_images(entries, side_inputs) if not rows.is_empty()]
     images = [_entry_rows(rows, recorded) for rows in requested]
 

@@ -17,7 +17,7 @@ from pipeline.vae_latents import report
 from pipeline.vae_latents.worker.encoder import LatentEncoder
 
 # A decoder takes about twice an encoder's memory, and the system might kill a process that has done its work.
-CPU_WINDOW_PX = 512
+CPU_WINDOW_PX = 256
 """Edge of the central window that is decoded on a CPU."""
 
 

@@ -33,6 +33,12 @@ from tests.in_process_worker import run
 WHITE = (255, 255, 255)
 
 
+@pytest.fixture
+def all_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode all five photographs of the tests."""
+    monkeypatch.setattr(decoded, "MIN_DECODED", 5)
+
+
 def cached(cache: Any, launch: Any) -> StageResult:
     result = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=lambda _: None)
     return cache.keep("vae_latents", result)
@@ -50,6 +56,11 @@ def some_rows(number: int, **columns: Any) -> pl.DataFrame:
     hashes = [hashlib.sha256(b"%d" % index).hexdigest() for index in range(number)]
     rows = pl.DataFrame({"content_hash": hashes, "key": hashes[::-1], "flipped": [False] * number})
     return rows.with_columns(**{name: pl.Series(values) for name, values in columns.items()})
+
+
+@pytest.mark.parametrize(("latents", "expected"), [(0, 3), (60, 3), (80, 4), (160, 8), (10**6, 8)])
+def test_more_latents_are_decoded_for_larger_datasets(latents: int, expected: int) -> None:
+    assert decoded.num_decoded(latents) == expected
 
 
 @pytest.mark.parametrize("number", [3, 8, 64, 5000])
@@ -76,6 +87,7 @@ def test_psnr_equals_that_of_scikit_image_and_is_finite_for_equal_images() -> No
     assert decoded.psnr_db(image, image) == pytest.approx(10 * np.log10(255**2 * image.size))
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_each_picture_shows_the_image_next_to_the_latent_decoded_as_diffusers_does(
     cache: Any, in_process_launch: Any, tiny_sd: Path
 ) -> None:
@@ -124,6 +136,7 @@ def test_a_run_that_encodes_nothing_shows_the_previous_pictures(
     assert report_without_pictures["latent_std"] == first.report["latent_std"]
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_only_changed_images_are_drawn_again_and_their_old_pictures_are_deleted(
     cache: Any, in_process_launch: Any
 ) -> None:
@@ -139,6 +152,7 @@ def test_only_changed_images_are_drawn_again_and_their_old_pictures_are_deleted(
     assert len(set(before) - set(after)) == 2
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
     cache: Any, in_process_launch: Any
 ) -> None:
@@ -202,6 +216,7 @@ class Drawing:
         return decoded.read(self.pictures.folder, [job.spec.key for job in self.pictures.jobs])
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_rest_are_drawn(
     cache: Any, in_process_launch: Any
 ) -> None:
@@ -224,6 +239,7 @@ def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_r
     assert log.count("photos/cat.png: ImageError") == 1, log
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
     cache: Any, in_process_launch: Any, tiny_sd: Path, tmp_path: Path
 ) -> None:
@@ -247,6 +263,7 @@ def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
     assert psnr_by_sample[0] == pytest.approx(psnr_by_sample[1], abs=0.1)
 
 
+@pytest.mark.usefixtures("all_decoded")
 def test_on_a_cpu_only_the_centre_of_a_large_image_is_decoded(
     cache: Any, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
