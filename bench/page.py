@@ -104,8 +104,9 @@ photographs and the same base model: the layout of Stable Diffusion 1.5 with few
 weights. The table shows the medians of {rounds} rounds, in which all trainers ran in turn.
 `python -m bench.peers` repeats it.
 
-- `empty caches` and `full caches` are the time from the start of the command to the end of its first step.
-- `step` is the time of each further step, of {steps}.
+- `first step` and `step {steps}` are the time from the start of the command to the end of that step.
+- `of {cached:,} images` is the same for full caches of as many small photographs, at 64 x 64 pixels.
+- `step` is the time of each step after the first, with full caches.
 - `ratio` is the median ratio to the bare process in the same round. It imports what it needs, encodes all
   images and captions, and trains, without checks, checkpoints or logs.
 - `memory` is the peak memory of all processes of the command."""

@@ -46,7 +46,7 @@ def main() -> None:
         folder = Path(name)
         task = Task(folder / "base", options.photographs, edge=256, rank=16, steps=options.steps)
         make_base(task.base)
-        measured = race(trainers, task, folder, rounds=options.rounds)
+        measured = race(trainers, task, folder, rounds=options.rounds, num_cached=options.cached)
     run: dict[str, Any] = {
         "machine": results.machine(),
         "commit": results.commit(),
@@ -54,6 +54,7 @@ def main() -> None:
         "figures": {},
         "peers": {
             "photographs": options.photographs,
+            "cached": options.cached,
             "steps": options.steps,
             "rounds": options.rounds,
             "trainers": measured,
@@ -79,6 +80,9 @@ def _options() -> argparse.Namespace:
         parser.add_argument(f"--{name.lower()}", type=Path, metavar="DIR", help=f"checkout of {name}")
     parser.add_argument("--rounds", type=int, default=3, help="number of measured rounds")
     parser.add_argument("--photographs", type=int, default=60, help="number of photographs")
+    parser.add_argument(
+        "--cached", type=int, default=5000, help="number of photographs in the full caches of another start"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of each run")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parents[1] / "results" / "peers.json", help="JSON file"

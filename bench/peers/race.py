@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from pipeline.processes.tree import ProcessTree
 
 MAX_S = 600.0
 """Longest time of one run."""
+
+CACHED_EDGE, CACHED_PX = 64, 400_000
+"""Resolution and largest photographs of the full caches of many images, which are filled once."""
 
 POLL_S = 0.02
 MEMORY_EVERY_S = 1.0
@@ -39,35 +42,48 @@ class Run:
 
     Attributes:
         first_s: Seconds from the start of the command to the end of its first step.
+        last_s: Seconds from the start of the command to the end of its last step.
         step_s: Seconds per step after the first.
         peak_bytes: Peak memory of all processes, with shared pages divided by the number of their users.
     """
 
     first_s: float
+    last_s: float
     step_s: float
     peak_bytes: int
 
 
-def race(trainers: Sequence[Trainer], task: Task, folder: Path, *, rounds: int) -> dict[str, Any]:
-    """Run each trainer cold and warm in each round, and return the measurements by trainer.
+def race(
+    trainers: Sequence[Trainer], task: Task, folder: Path, *, rounds: int, num_cached: int
+) -> dict[str, Any]:
+    """Run each trainer with empty and with full caches in each round, and return the measurements by trainer.
 
-    The order changes each round, and the first round is discarded. A trainer that fails gets no further runs.
+    In the same rounds, they also start with full caches of `num_cached` small photographs. The order changes
+    each round, and the first round is discarded. A trainer that fails gets no further runs.
     """
-    photos = folder / "photos"
+    photos, many = folder / "photos", replace(task, num_photographs=num_cached, edge=CACHED_EDGE)
     photographs(photos, task.num_photographs, max_px=4_000_000)
+    photographs(folder / "many", num_cached, max_px=CACHED_PX)
     measured: dict[str, Any] = {
-        each.name: {"version": each.version, "note": each.note, "cold": [], "warm": []} for each in trainers
+        each.name: {"version": each.version, "note": each.note, "cold": [], "warm": [], "cached": []}
+        for each in trainers
     }
+    full = dict[str, Place]()
     for number in range(-1, rounds):
         for trainer in trainers if number % 2 else reversed(trainers):
             entry = measured[trainer.name]
             if "failed" in entry:
                 continue
             place = _new_place(folder / trainer.name, photos)
-            for seed, caches in enumerate(("cold", "warm")):
-                print(f"round {number + 1} of {rounds}: {trainer.name}, {caches} caches", flush=True)
+            runs = [("cold", task, place, 0), ("warm", task, place, 1)]
+            if trainer.name not in full:
+                full[trainer.name] = _new_place(folder / f"{trainer.name}-many", folder / "many")
+                runs.append(("filled", many, full[trainer.name], -2))
+            runs.append(("cached", many, full[trainer.name], number))
+            for caches, work, where, seed in runs:
+                print(f"round {number + 1} of {rounds}: {trainer.name}, {caches}", flush=True)
                 try:
-                    start = trainer.start(task, place, seed)
+                    start = trainer.start(work, where, seed + 2)
                     run = run_once(start, task.steps, folder / f"{trainer.name}.log")
                 except (TrainerError, OSError) as error:
                     entry["failed"] = str(error)
@@ -123,7 +139,8 @@ def _watch(
             first_s, num_first = taken_s, num_steps
         if num_steps >= steps:
             # A bar may be drawn first after several quick steps.
-            return Run(first_s, (taken_s - first_s) / max(1, num_steps - num_first), peak_bytes)
+            step_s = (taken_s - first_s) / max(1, num_steps - num_first)
+            return Run(first_s, taken_s, step_s, peak_bytes)
         if ended:
             raise TrainerError(f"exit status {process.returncode}\n{_last_lines(log)}")
         time.sleep(POLL_S)

@@ -48,14 +48,18 @@ def test_a_trainer_is_measured_and_a_failing_one_has_its_last_lines(tmp_path: Pa
     task = Task(base, num_photographs=2, edge=256, rank=4, steps=4)
     trainers = [peer("sd-scripts", working), peer("OneTrainer", failing)]
 
-    measured = race(trainers, task, tmp_path / "race", rounds=1)
+    measured = race(trainers, task, tmp_path / "race", rounds=1, num_cached=3)
 
     (cold,), (warm,) = measured["sd-scripts"]["cold"], measured["sd-scripts"]["warm"]
-    assert 0.3 <= cold["first_s"] < 20
+    assert 0.3 <= cold["first_s"] < cold["last_s"] < 20
+    (cached,) = measured["sd-scripts"]["cached"]
+    assert cached["first_s"] > 0.3
     assert 0.25 <= warm["step_s"] < 2
     assert cold["peak_bytes"] > 2e6
     assert "no such preset" in measured["OneTrainer"]["failed"]
-    lines = "\n".join(table({"trainers": {"bare process": measured["sd-scripts"], **measured}}))
+    lines = "\n".join(
+        table({"steps": 4, "cached": 3, "trainers": {"bare process": measured["sd-scripts"], **measured}})
+    )
     assert "| sd-scripts unknown | " in lines
     assert " | 1.00 | " in lines
     assert "| OneTrainer unknown | failed |" in lines
