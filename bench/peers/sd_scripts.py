@@ -27,6 +27,7 @@ resolution = {edge}
 batch_size = 1
 enable_bucket = true
 bucket_reso_steps = 64
+min_bucket_reso = 64
 
 [[datasets.subsets]]
 image_dir = "{photos}"
