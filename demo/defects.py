@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageFilter
@@ -63,10 +63,13 @@ def plant(pictures: Path, seed: int, *, names: Mapping[str, str] = MappingProxyT
     return {**dict.fromkeys(wrong, "caption"), reshaped.stem: "shape", blurred.stem: "blurred"}
 
 
-def trial(folder: Path, cache: Path, seed: int) -> Result:
-    """Return what caption swap and checks name, in a dataset with the defects and in one without."""
-    recipe, planted = dataset(folder / "planted", cache, seed, plant_with(seed))
-    clean, _ = dataset(folder / "clean", cache, seed, nothing)
+def trial(folder: Path, cache: Path, seed: int, **sections: Any) -> Result:
+    """Return what caption swap and checks name, in a dataset with the defects and in one without.
+
+    `sections` are changes of the demo's recipe.
+    """
+    recipe, planted = dataset(folder / "planted", cache, seed, plant_with(seed), **sections)
+    clean, _ = dataset(folder / "clean", cache, seed, nothing, **sections)
     named_if_clean = {f"clean_{name}": images for name, images in named_images(clean).items()}
     return {"planted": planted, **named_images(recipe), **named_if_clean}
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -69,8 +69,11 @@ class Trial:
         return self.report["passes"] / (FORWARD_PASSES_PER_SAMPLE * self.report["samples"])
 
 
-def trial(folder: Path, cache: Path, seed: int, *, num_wrong: int) -> Trial:
-    """Draw the demo's dataset in an empty folder, exchange captions, and diagnose it."""
+def trial(folder: Path, cache: Path, seed: int, *, num_wrong: int, **sections: Any) -> Trial:
+    """Draw the demo's dataset in an empty folder, exchange captions, and diagnose it.
+
+    `sections` are changes of the demo's recipe.
+    """
     wrong = frozenset[str]()
 
     def change(pictures: Path) -> dict[str, str]:
@@ -78,7 +81,7 @@ def trial(folder: Path, cache: Path, seed: int, *, num_wrong: int) -> Trial:
         wrong = exchange_captions(pictures, num_wrong, seed)
         return {}
 
-    recipe, _ = dataset(folder, cache, seed, change)
+    recipe, _ = dataset(folder, cache, seed, change, **sections)
     return diagnosed(recipe, wrong)
 
 
@@ -99,13 +102,13 @@ def exchange_captions(pictures: Path, number: int, seed: int) -> frozenset[str]:
     return frozenset(file.relative_to(pictures).with_suffix(".png").as_posix() for file in files)
 
 
-def figures(folder: Path, cache: Path, seed: int) -> Result:
-    """Return the figures of a seed, with exchanged captions and without."""
+def figures(folder: Path, cache: Path, seed: int, **sections: Any) -> Result:
+    """Return the figures of a seed, with exchanged captions and without; see `trial`."""
     trials: list[Trial] = []
     for number in (NUM_WRONG, 0):
         own = folder / f"{number}"
         own.mkdir()
-        trials.append(trial(own, cache, seed, num_wrong=number))
+        trials.append(trial(own, cache, seed, num_wrong=number, **sections))
     return results_of(*trials)
 
 

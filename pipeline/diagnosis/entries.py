@@ -11,11 +11,12 @@ import polars as pl
 from pipeline.cache.entry_format import LOSSES
 from pipeline.cache.recipe_entries import STATS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec, TensorSpec
-from pipeline.diagnosis.caption_swap import MAX_DRAWS, MIN_OTHERS, NUM_OTHERS
+from pipeline.diagnosis.caption_swap import MAX_DRAWS
 from pipeline.diagnosis.other_captions import CaptionPool
 from pipeline.encoding.fill import EntryRequests, Row
 from pipeline.encoding.jobs import Job
 from pipeline.models.fingerprints import canonical_hash
+from pipeline.recipe.diagnosis import MIN_OTHERS, NUM_OTHERS
 from pipeline.trained_lora.identities import by_content
 from pipeline.trained_lora.inputs import COLUMNS as INPUT_COLUMNS
 from pipeline.trained_lora.inputs import IDENTITY, SIDE_INPUT_COLUMNS, tensors_json, training_inputs
@@ -23,7 +24,7 @@ from pipeline.trained_lora.prompts import entry_to_json
 from pipeline.versions import DIAGNOSIS_VERSION
 
 if TYPE_CHECKING:
-    from pipeline.recipe import CaptionSettings
+    from pipeline.recipe import CaptionSettings, Recipe
 
 RECIPE = "recipe"
 """Key of the recipe in the settings of an encoding of losses."""
@@ -42,6 +43,11 @@ _NAMES = ("variant_id", "sample_id", "dataset", "bucket", "repeats", "held_out",
 
 _KEY_COLUMNS = tuple(name for name in WORK_COLUMNS if name not in _NAMES and not name.endswith("_tensors"))
 """Columns of the worker's input that decide the losses. Keys of entries stand for captions and tensors."""
+
+
+def num_others(recipe: Recipe) -> int:
+    """Return the maximum number of other captions that are measured for an image."""
+    return NUM_OTHERS if recipe.diagnosis is None else recipe.diagnosis.others
 
 
 def swapped_inputs(entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame) -> pl.DataFrame:
@@ -156,12 +162,15 @@ def _keys(entries: RecipeEntries, inputs: pl.DataFrame) -> pl.Series:
         each.name: each.mask and [each.mask.unmasked_weight, each.mask.normalise] for each in recipe.datasets
     }
     names = [name for name in _KEY_COLUMNS if name in inputs.columns]
-    keys = [
-        canonical_hash(
-            {"diagnoses": {**common, "mask": masks[row["dataset"]], **{name: row[name] for name in names}}}
-        )
-        if len(row["captions"]) > MIN_OTHERS
-        else None
-        for row in inputs.iter_rows(named=True)
-    ]
+    measured = num_others(recipe)
+    keys: list[str | None] = []
+    for row in inputs.iter_rows(named=True):
+        if len(row["captions"]) <= MIN_OTHERS:
+            keys.append(None)
+            continue
+        decides = {**common, "mask": masks[row["dataset"]], **{name: row[name] for name in names}}
+        # Without a choice, the losses do not depend on the number.
+        if len(row["captions"]) > 1 + measured:
+            decides["others"] = measured
+        keys.append(canonical_hash({"diagnoses": decides}))
     return pl.Series(keys, dtype=pl.String)

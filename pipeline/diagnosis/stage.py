@@ -9,12 +9,13 @@ import polars as pl
 
 from pipeline.cache.entry_format import LOSSES
 from pipeline.cache.recipe_entries import STAT_COLUMNS, RecipeEntries, is_unchanged
-from pipeline.diagnosis.caption_swap import MIN_OTHERS, Verdict, verdict_of
+from pipeline.diagnosis.caption_swap import Verdict, verdict_of
 from pipeline.diagnosis.entries import loss_requests, loss_spec, swapped_inputs
 from pipeline.diagnosis.report import write_sheet
 from pipeline.encoding.fill import fill
 from pipeline.errors import TrainingError, counted
 from pipeline.log import Log
+from pipeline.recipe.diagnosis import MIN_OTHERS
 from pipeline.reporting.reports import StageResult, Stopwatch
 from pipeline.storage.tables import SCHEMAS, Tables, empty, row_names, validated
 from pipeline.text_embeddings.stage import caption_requests

@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.cache.recipe_entries import SEEN, STAT_COLUMNS
 from pipeline.diagnosis.caption_swap import ROUNDS, num_passes
-from pipeline.diagnosis.entries import loss_requests, loss_spec, swapped_inputs
+from pipeline.diagnosis.entries import loss_requests, loss_spec, num_others, swapped_inputs
 from pipeline.maintenance.expected import Expected, estimate_seconds, unusable_entries
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def forecast_diagnosis(
     ):
         expected.add("caption to measure", row["name"], spec.file_bytes)
         for index, draws in enumerate((ROUNDS[0], ROUNDS[-1])):
-            passes[index] += num_passes(len(row["captions"]), draws)
+            passes[index] += num_passes(len(row["captions"]), draws, num_others(entries.recipe))
         cost += row["cost"]
     estimate_seconds(entries, expected, cost=cost)
     return DiagnosisForecast(expected.there, expected.to_make, *passes, seconds=expected.seconds)

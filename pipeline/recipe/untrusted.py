@@ -185,7 +185,7 @@ KEYS = {
         ),
         *_keys(
             "diagnosis",
-            "captions",
+            "captions others",
         ),
         *_keys(
             "evaluation",

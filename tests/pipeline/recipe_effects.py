@@ -247,6 +247,7 @@ EFFECTS: dict[str, Effect] = {
     "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
     "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
     "diagnosis.captions": _nothing({"diagnosis": {"captions": True}}),
+    "diagnosis.others": _nothing({"diagnosis": {"others": 8}}),
     **{
         f"evaluation.{key}": _nothing({"evaluation": values})
         for key, values in {

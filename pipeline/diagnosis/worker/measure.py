@@ -7,27 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 import torch
+from torch import Tensor
 
-from pipeline.cache.entry_format import LOSSES
+from pipeline.cache.entry_format import LOSSES, TEXT
 from pipeline.diagnosis.caption_swap import measure, positions
-from pipeline.diagnosis.entries import EMPTY_TEXT, RECIPE, WORK_COLUMNS
+from pipeline.diagnosis.entries import EMPTY_TEXT, RECIPE, WORK_COLUMNS, num_others
 from pipeline.encoding.jobs import Encoded, Encoding, Job, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import out_of_memory_as
 from pipeline.recipe import LossSettings, Recipe, TimestepSettings
+from pipeline.recipe.diagnosis import NUM_OTHERS
 from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.job import TrainingJob, recipe_from_json
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.prompts import entry_from_json
+from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile
 from pipeline.trained_lora.worker.context_lora import load_base_with_context
 from pipeline.trained_lora.worker.distributed import make_accelerator
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
@@ -38,6 +42,12 @@ from pipeline.trained_lora.worker.noise import noise_levels
 
 if TYPE_CHECKING:
     from pipeline.cache.store import Store
+
+_EMBEDDINGS = (TEXT, "pooled_text_embedding")
+"""Conditions of which the loss has a gradient."""
+
+_GRADIENT_SCALE = 1024.0
+"""Factor of the loss, whose gradient would be rounded to zero in float16."""
 
 _LEVEL_DIGITS = 4
 """Digits of a noise level, which names its noise: rounding on different machines must not change it."""
@@ -61,6 +71,11 @@ class BaseLosses:
         resident = resident_blocks(self._family, recipe, least_free_bytes(self._accelerator.device))
         device = str(self._accelerator.device)
         denoiser = load_base_with_context(self._family, resident.applied(recipe), device)
+        if num_others(recipe) < NUM_OTHERS:
+            # A gradient needs memory like a training step. Compilation would change the losses.
+            training = resident.applied(recipe).training.model_copy(update={"compile": False})
+            saving = recipe.model_copy(update={"training": training})
+            enable_memory_savings_and_compile(self._family, denoiser, saving)
         # Mixed precision then returns float32, as in training.
         self._denoiser = self._accelerator.prepare_model(denoiser, evaluation_mode=True)
 
@@ -84,11 +99,7 @@ class BaseLosses:
         In one draw, all captions have the same noise.
         """
         # Without other images, so that the result depends on none.
-        cells = [
-            (Slot(variant_id, 0, epoch=0, occurrence=0, drop_caption=False, variant=caption), draw)
-            for draw in draws
-            for caption in captions
-        ]
+        cells = [(_slot(variant_id, caption), draw) for draw in draws for caption in captions]
         parts = (cells[start : start + self._batch_size] for start in range(0, len(cells), self._batch_size))
         errors = [
             self._errors(
@@ -98,10 +109,37 @@ class BaseLosses:
         ]
         return np.concatenate(errors).reshape(len(draws), len(captions))
 
+    def changes(self, maker: MicroBatchMaker, variant_id: str, num_captions: int) -> npt.NDArray[np.float32]:
+        """Return the change of an input's loss in the first draw under each caption, (C,), to first order.
+
+        It is the product of the loss's gradient at the embedding of the first caption with the difference
+        between the embeddings.
+        """
+        slots = tuple(_slot(variant_id, caption) for caption in range(num_captions))
+        texts = maker.make_fixed(slots, self._levels[:1] * num_captions).to(self._accelerator.device)
+        embeddings = [texts.conditions[name] for name in _EMBEDDINGS if name in texts.conditions]
+
+        # The tensors of the first caption alone, but with the padding of the longest one.
+        own = [each[:1].clone().requires_grad_() for each in embeddings]
+        conditions = {name: _first(each) for name, each in texts.conditions.items()}
+        conditions |= dict(zip((name for name in _EMBEDDINGS if name in conditions), own, strict=True))
+        micro = maker.make_fixed(slots[:1], self._levels[:1])
+        loss = self._losses(replace(micro, conditions=conditions)).sum() * _GRADIENT_SCALE
+        gradients = torch.autograd.grad(loss, own, materialize_grads=True)
+        changes = [
+            ((each - each[:1]) * gradient).flatten(1).sum(1)
+            for each, gradient in zip(embeddings, gradients, strict=True)
+        ]
+        return (torch.stack(changes).sum(0) / _GRADIENT_SCALE).cpu().numpy()
+
     def _errors(self, micro: MicroInput) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            return self._losses(micro).cpu().numpy()
+
+    def _losses(self, micro: MicroInput) -> Tensor:
         noise = self._family.noise
         # One autocast context per batch: autocast caches the cast weights for as long as it is active.
-        with torch.no_grad(), self._accelerator.autocast():
+        with self._accelerator.autocast():
             micro = micro.to(self._accelerator.device)
             noisy = noise.add_noise(self._scheduler, micro.latent, micro.input_noise, micro.timesteps)
             target = noise.target(self._scheduler, micro.latent, micro.noise, micro.timesteps)
@@ -109,7 +147,19 @@ class BaseLosses:
                 self._denoiser, noisy, micro.timesteps, micro.conditions
             )
             # A mask applies, because a caption need not describe what is not trained on.
-            return sample_losses(prediction, target, LossSettings(), micro.place_weights).cpu().numpy()
+            return sample_losses(prediction, target, LossSettings(), micro.place_weights)
+
+
+def _first(value: Any) -> Any:
+    """Return a condition of the first slot; see `denoiser.Conditions`."""
+    if isinstance(value, tuple):
+        each = cast("tuple[Any, ...]", value)
+        return tuple(image[:1] for image in each) if isinstance(each[0], Tensor) else each[:1]
+    return value[:1] if isinstance(value, Tensor) else value
+
+
+def _slot(variant_id: str, caption: int) -> Slot:
+    return Slot(variant_id, 0, epoch=0, occurrence=0, drop_caption=False, variant=caption)
 
 
 class SwapEncoder:
@@ -155,9 +205,12 @@ class SwapEncoder:
 
             name = job.work["variant_id"]
             with out_of_memory_as(_memory_error):
+                num_captions = len(job.work["captions"])
                 losses = measure(
-                    lambda draws, captions, name=name: self._base.losses(maker, name, draws, captions),
-                    len(job.work["captions"]),
+                    partial(self._base.losses, maker, name),
+                    partial(self._base.changes, maker, name, num_captions),
+                    num_captions,
+                    num_others(self._job.recipe),
                 )
             yield job, Encoded({LOSSES: losses}, {})
 

@@ -7,10 +7,11 @@ import pytest
 from scipy import stats
 
 from pipeline.diagnosis.caption_swap import (
+    GRADIENT_PASSES,
     MAX_DRAWS,
     NOT_MEASURED,
+    NUM_CHOSEN_FINALISTS,
     NUM_FINALISTS,
-    NUM_OTHERS,
     ROUNDS,
     Losses,
     measure,
@@ -18,6 +19,7 @@ from pipeline.diagnosis.caption_swap import (
     positions,
     verdict_of,
 )
+from pipeline.recipe.diagnosis import NUM_OTHERS
 
 
 def losses_with(gains: Sequence[float], *, noise: float, seed: int = 0) -> Losses:
@@ -28,11 +30,13 @@ def losses_with(gains: Sequence[float], *, noise: float, seed: int = 0) -> Losse
     return (levels * (1 + own + noise * random.standard_normal((MAX_DRAWS, len(own))))).astype(np.float32)
 
 
-def measured(losses: Losses) -> Losses:
+def measured(losses: Losses, *, num_others: int = NUM_OTHERS) -> Losses:
+    """Measure captions; their changes to first order are those of the first draw."""
+
     def part(draws: Sequence[int], captions: Sequence[int]) -> Losses:
         return losses[np.ix_(draws, captions)]
 
-    return measure(part, losses.shape[1])
+    return measure(part, lambda: losses[0] - losses[0, 0], losses.shape[1], num_others)
 
 
 def test_each_beginning_of_the_positions_covers_the_range() -> None:
@@ -42,7 +46,7 @@ def test_each_beginning_of_the_positions_covers_the_range() -> None:
 
 def test_a_clear_caption_is_decided_in_the_first_round() -> None:
     fits = verdict_of(measured(losses_with([-0.2] * NUM_OTHERS, noise=1e-3)))
-    assert (fits.name, fits.passes) == ("fits", num_passes(1 + NUM_OTHERS, ROUNDS[0]))
+    assert (fits.name, fits.passes) == ("fits", num_passes(1 + NUM_OTHERS, ROUNDS[0], NUM_OTHERS))
     wrong = verdict_of(measured(losses_with([-0.2, 1.0] + [-0.2] * (NUM_OTHERS - 2), noise=1e-3)))
     assert (wrong.name, wrong.passes, wrong.best) == ("does not fit", fits.passes, 2)
     assert wrong.score > 0
@@ -58,9 +62,32 @@ def test_an_unclear_caption_is_measured_with_those_that_fit_best_in_the_first_dr
         assert (unclear[1:, caption] == expected).all()
     verdict = verdict_of(unclear)
     assert (verdict.name, verdict.passes) == ("cannot tell", (unclear != NOT_MEASURED).sum())
-    assert verdict.passes == num_passes(1 + NUM_OTHERS, MAX_DRAWS)
+    assert verdict.passes == num_passes(1 + NUM_OTHERS, MAX_DRAWS, NUM_OTHERS)
     assert verdict.best in best
     assert verdict.low < 0 < verdict.high
+
+
+def test_fewer_captions_are_those_that_fit_best_by_the_gradient() -> None:
+    losses = losses_with([0.0] * NUM_OTHERS, noise=0.05, seed=1)
+    unclear = measured(losses, num_others=8)
+    order = 1 + np.argsort(losses[0, 1:])
+    first, finalists = {0, *order[:8]}, {0, *order[:NUM_CHOSEN_FINALISTS]}
+    assert {*np.flatnonzero(unclear[0] != NOT_MEASURED)} == first
+    assert {*np.flatnonzero(unclear[-1] != NOT_MEASURED)} == finalists
+    verdict = verdict_of(unclear)
+    assert verdict.best in finalists
+    assert verdict.passes == (unclear != NOT_MEASURED).sum() + GRADIENT_PASSES
+    assert verdict.passes == num_passes(1 + NUM_OTHERS, MAX_DRAWS, 8)
+
+
+def test_a_gradient_is_computed_only_if_captions_are_chosen() -> None:
+    losses = losses_with([-0.2] * 8, noise=1e-3)
+
+    def changes() -> Losses:
+        raise AssertionError
+
+    all_measured = measure(lambda draws, captions: losses[np.ix_(draws, captions)], changes, 9, 8)
+    assert verdict_of(all_measured).passes == num_passes(9, ROUNDS[0], 8) == num_passes(9, ROUNDS[0], 32)
 
 
 def test_the_interval_is_that_of_paired_differences_with_four_usual_draws() -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from pipeline.cache.recipe_entries import RecipeEntries
-from pipeline.diagnosis.caption_swap import ROUNDS, Verdict, num_passes
+from pipeline.diagnosis.caption_swap import MAX_DRAWS, ROUNDS, Verdict, num_passes
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.report import SHEET_FILE, write_sheet
 from pipeline.diagnosis.stage import cannot_tell, diagnose, diagnosis_table
@@ -33,9 +33,9 @@ __all__ = ["any_precision", "one_thread"]
 SIZES = {"64x64": 3, "32x96": 2}
 
 
-def diagnosed(project: Project, launch: InProcessLaunch) -> StageResult:
+def diagnosed(project: Project, launch: InProcessLaunch, *, others: int = 32) -> StageResult:
     tables = Tables(project.recipe.output_dir)
-    recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings()})
+    recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings(others=others)})
     result = diagnose(recipe, project.latents, project.text, tables, launch=launch, log=lambda _: None)
     tables.write("diagnosis", result.table)
     return result
@@ -51,7 +51,7 @@ def test_an_unchanged_caption_is_measured_once_and_a_changed_one_again(project: 
     first = diagnosed(project, launch)
     assert launch.modules == [WORKERS["text"], WORKERS["diagnoses"]]
     assert first.report["encoded"] == 5
-    assert min(first.table["passes"].to_list()) >= num_passes(5, ROUNDS[0])
+    assert min(first.table["passes"].to_list()) >= num_passes(5, ROUNDS[0], 32)
 
     # No image has this caption, and nothing needs it any more.
     entries = RecipeEntries(project.recipe)
@@ -164,6 +164,29 @@ def test_keys_depend_on_content_and_captions_and_on_no_name(project: Project) ->
     )
 
 
+def test_fewer_captions_are_other_entries_if_they_are_chosen(project: Project) -> None:
+    def keys(others: int) -> set[str]:
+        recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings(others=others)})
+        return set(swapped_inputs(RecipeEntries(recipe), project.latents, project.text)["key"])
+
+    # The captions of this dataset have four or five others.
+    assert keys(32) == keys(5)
+    assert len(keys(4) - keys(32)) == 3
+    assert not keys(3) & keys(32)
+
+    result = diagnosed(project, InProcessLaunch(), others=3)
+    assert set(result.table["key"]) == keys(3)
+    least = 3 * num_passes(6, ROUNDS[0], 3) + 2 * num_passes(5, ROUNDS[0], 3)
+    assert least <= result.report["passes"] <= least + 5 * (MAX_DRAWS - ROUNDS[0]) * 3
+
+
+def test_the_gradient_of_a_model_that_attends_to_all_tokens(make_project: Callable[..., Project]) -> None:
+    """Captions of FLUX.2 klein have different lengths, so the embedding of the own one is padded."""
+    result = diagnosed(make_project(prediction="klein", sizes=SIZES), InProcessLaunch(), others=3)
+    assert result.table["score"].is_finite().all()
+    assert (result.report["fits"], result.report["does_not_fit"], result.report["cannot_tell"]) == (0, 0, 5)
+
+
 def test_maintenance_knows_the_entries(project: Project) -> None:
     recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings()})
     entries, tables = RecipeEntries(recipe), Tables(recipe.output_dir)
@@ -171,7 +194,7 @@ def test_maintenance_knows_the_entries(project: Project) -> None:
     assert forecast is not None
     assert (forecast.there, forecast.to_measure, forecast.seconds) == (0, 5, None)
     # Exchanging a word gives three of the captions a fifth other, which no image has.
-    assert forecast.least_passes == 3 * num_passes(6, ROUNDS[0]) + 2 * num_passes(5, ROUNDS[0])
+    assert forecast.least_passes == 3 * num_passes(6, ROUNDS[0], 32) + 2 * num_passes(5, ROUNDS[0], 32)
 
     result = diagnosed(project, InProcessLaunch())
     keys = set(result.table["key"])

@@ -16,6 +16,7 @@ from pipeline.cache.recipe_entries import RecipeEntries
 from pipeline.diagnosis.caption_swap import positions
 from pipeline.diagnosis.entries import swapped_inputs
 from pipeline.diagnosis.worker.measure import BaseLosses
+from pipeline.recipe.diagnosis import DiagnosisSettings
 from pipeline.trained_lora.inputs import TrainingInputs
 from pipeline.trained_lora.plan.random_streams import stream
 from tests.pipeline.trained_lora.conftest import any_precision, one_thread
@@ -74,6 +75,37 @@ def test_the_losses_equal_those_of_diffusers(
                 output = unet(noisy, timestep, text).sample
             expected[row, column] = float((weights * (output - target) ** 2).mean())
     np.testing.assert_allclose(measured, expected, rtol=1e-4)
+
+
+def test_the_changes_to_first_order_equal_those_of_diffusers(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path]
+) -> None:
+    from diffusers import DDPMScheduler, UNet2DConditionModel
+
+    project = make_project()
+    entries = RecipeEntries(project.recipe)
+    inputs = swapped_inputs(entries, project.latents, project.text)
+    recipe = project.recipe.model_copy(update={"diagnosis": DiagnosisSettings(others=3)})
+    job = replace(project.job(), recipe=recipe, inputs=TrainingInputs(inputs))
+    base = BaseLosses(job.recipe, job.base, {})
+    item = job.inputs[3]
+    changes = base.changes(base.batches(job), item.variant_id, 4)
+
+    folder = tiny_bases["epsilon"]
+    unet: Any = UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+    scheduler: Any = DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
+    latent = torch.from_numpy(entries.store.read(item.views[0].entry)[LATENT]).float()[None]
+    noise = _noise(item.identity, positions()[0], latent)
+    timestep = torch.tensor([int(positions()[0] * scheduler.config.num_train_timesteps)])
+    texts = [
+        torch.from_numpy(entries.store.read(each.entry)[TEXT]).float()[None] for each in item.variants[:4]
+    ]
+    own = texts[0].clone().requires_grad_()
+    loss = ((unet(scheduler.add_noise(latent, noise, timestep), timestep, own).sample - noise) ** 2).mean()
+    loss.backward()
+    assert own.grad is not None
+    expected = [float((own.grad * (text - texts[0])).sum()) for text in texts]
+    np.testing.assert_allclose(changes, expected, rtol=1e-3, atol=1e-7)
 
 
 def _noise(identity: str, level: float, latent: torch.Tensor) -> torch.Tensor:
