@@ -129,7 +129,8 @@ def test_only_changed_remote_files_are_read_again(
         "plain": "four",
     }
     assert kept.table.filter(pl.col("caption") == "other words")["height"].item() == 30
-    filled.add("sub/üc.png", filled.picture(98))
+    # Of another size: a web server states the time in whole seconds.
+    filled.add("sub/üc.png", filled.picture(98, 30, 60))
     remote.publish()
     (rejected_row,) = moved.validate().rejected.rows(named=True)
     assert (rejected_row["path"], rejected_row["reason"]) == (remote.quote("sub/üc.png"), "changed")
