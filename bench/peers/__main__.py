@@ -22,7 +22,7 @@ from bench.peers.table import table
 from bench.peers.trainer import Task, Trainer, checkout_version
 
 PEERS = {
-    "SimpleTuner": (simpletuner.start, ""),
+    "SimpleTuner": (simpletuner.start, simpletuner.NOTE),
     "OneTrainer": (onetrainer.start, ""),
     "sd-scripts": (sd_scripts.start, sd_scripts.NOTE),
 }

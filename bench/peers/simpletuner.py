@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from bench.peers.trainer import Place, Start, Task, checkout_python, steps_by
+
+NOTE = (
+    "pins the memory of cached latents, which fails without an accelerator; there the benchmark makes it do "
+    "nothing before `train.py` starts"
+)
+
+STARTER = Path(__file__).with_name("start_simpletuner.py")
 
 
 def start(checkout: Path, task: Task, place: Place, seed: int) -> Start:
@@ -19,7 +27,7 @@ def start(checkout: Path, task: Task, place: Place, seed: int) -> Start:
         "PYTHONPATH": str(checkout),
         "SIMPLETUNER_DISABLE_ACCELERATOR_CACHE": "1",
     }
-    command = [checkout_python(checkout), str(checkout / "simpletuner" / "train.py")]
+    command = [checkout_python(checkout), str(STARTER), str(checkout)]
     return Start(command, steps_by(r"Steps:\s+\d+%[^\r\n]*?\| (\d+)/\d+ "), place.folder, variables)
 
 
@@ -34,6 +42,7 @@ def _config(task: Task, place: Place, seed: int, backends: Path) -> dict[str, ob
         "lora_type": "standard",
         "lora_rank": task.rank,
         "lora_alpha": task.rank,
+        "lora_dropout": 0.0,
         "optimizer": "torch-adamw",
         "learning_rate": 1e-4,
         "lr_scheduler": "constant",
@@ -55,6 +64,7 @@ def _config(task: Task, place: Place, seed: int, backends: Path) -> dict[str, ob
         "disable_benchmark": True,
         "disable_bucket_pruning": True,
         "checkpoint_step_interval": 1000,
+        "torch_num_threads": os.cpu_count(),
     }
 
 
