@@ -50,6 +50,32 @@ assert not torch.equal(layer.weight, before)
 """)
 
 
+def test_scipys_large_modules_are_imported_when_they_are_used() -> None:
+    run_python(f"""{LIBRARIES}
+import numpy as np
+from diffusers import FlowMatchEulerDiscreteScheduler, LMSDiscreteScheduler, StableDiffusionPipeline
+from transformers.loss.loss_for_object_detection import linear_sum_assignment
+
+assert not any(name.startswith("scipy.special") for name in sys.modules), "all of them import it"
+
+lms = LMSDiscreteScheduler()
+lms.set_timesteps(4)
+assert np.isclose(lms.get_lms_coefficient(1, 0, 0), lms.sigmas[1] - lms.sigmas[0], rtol=1e-4), "integrate"
+
+rows, columns = linear_sum_assignment(np.array([[1, 2], [0, 5]]))
+assert (rows.tolist(), columns.tolist()) == ([0, 1], [1, 0])
+
+flow = FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True)
+flow.set_timesteps(3)
+low, high = flow.sigmas[2], flow.sigmas[0]
+from scipy.stats import beta
+assert np.isclose(flow.sigmas[1], low + beta.ppf(0.5, 0.6, 0.6) * (high - low))
+import scipy.optimize
+assert scipy.optimize is sys.modules["scipy.optimize"]
+assert scipy.optimize.minimize_scalar(lambda x: (x - 3) ** 2).success
+""")
+
+
 def test_imports_that_fail_leave_the_collector_enabled() -> None:
     run_python("""
 import gc
