@@ -32,4 +32,6 @@ def imports_ahead(recipe: Recipe, assets: Collection[str]) -> AbstractContextMan
     modules = [module for asset, module in stages.items() if asset in assets and module in launched]
     if "trained_lora" in assets and will_train(recipe):
         modules.append(TRAINING_MODULE)
-    return fork_server(modules, recipe.accelerate)
+    # Of the optional assets, only captions come before the training.
+    is_last = not set(recipe.optional_assets) - {"captions"}
+    return fork_server(modules, recipe.accelerate, last=TRAINING_MODULE if is_last else None)

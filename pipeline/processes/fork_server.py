@@ -8,8 +8,9 @@ import the same again. The server starts first and imports once:
     process  answers with its id, and continues as if `python -m <module> <job file>` had just started
 
 Each process has its own exit status, session and output, and its end frees its memory and its GPU. Only the
-imports are shared, also in memory. `multiprocessing` has such a server too, but each process would import
-the main module of its run, which for most runs is Dagster's command.
+imports are shared, also in memory. The server itself becomes the last process of a run, because a server
+that waits keeps about 120 MB. `multiprocessing` has such a server too, but each process would import the main
+module of its run, which for most runs is Dagster's command.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _ForkedProcess:
 
 
 class _Server:
-    def __init__(self, modules: Iterable[str], settings: AccelerateSettings) -> None:
+    def __init__(self, modules: Iterable[str], settings: AccelerateSettings, last: str | None) -> None:
         variables = launch_environment(settings, Path())
         del variables[ERROR_FILE_VARIABLE]
         self._variables = {name: variables[name] for name in variables if name != _POLARS_VARIABLE}
@@ -91,7 +92,8 @@ class _Server:
             start_new_session=True,
         )
         self._lock = threading.Lock()
-        self._last: _ForkedProcess | None = None
+        self._last_module = last
+        self._latest: StartedProcess | None = None
 
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], output: Path
@@ -112,7 +114,7 @@ class _Server:
     def _fork(
         self, module: str, job_file: str, variables: Mapping[str, str], output: Path
     ) -> StartedProcess | None:
-        if self._last is not None and self._last.poll() is None:
+        if self._latest is not None and self._latest.poll() is None:
             return None
 
         orders, answers = self._process.stdin, self._process.stdout
@@ -125,21 +127,23 @@ class _Server:
             "variables": dict(variables),
             "output": str(output),
             "status_file": str(status_file),
+            "is_last": module == self._last_module,
         }
         try:
             orders.write(json.dumps(order).encode() + b"\n")
             orders.flush()
             pid = answers.readline()
         except BrokenPipeError:
-            return None  # it has died; a process that starts now reports why
+            return None  # it has died, and a process that starts now reports why
         # Ctrl-C during the imports, after which it would start the job.
         except BaseException:
             self._process.kill()
             raise
         if not pid:
             return None
-        self._last = _ForkedProcess(int(pid), self._process, status_file)
-        return self._last
+        is_server = int(pid) == self._process.pid
+        self._latest = self._process if is_server else _ForkedProcess(int(pid), self._process, status_file)
+        return self._latest
 
     def end(self) -> None:
         # An order that a dead server has not read is still in the buffer.
@@ -152,16 +156,19 @@ _servers = list[_Server]()
 
 
 @contextmanager
-def fork_server(modules: Sequence[str], settings: AccelerateSettings) -> Generator[None]:
+def fork_server(
+    modules: Sequence[str], settings: AccelerateSettings, *, last: str | None = None
+) -> Generator[None]:
     """Import the libraries of entry modules, for each `start_process` in the body.
 
-    Without modules, within another such context, and on systems other than Linux, nothing happens.
+    `last` is the entry module of which no process is followed by another; None if there may be more. Without
+    modules, within another such context, and on systems other than Linux, nothing happens.
     """
     # macOS' own libraries do not work in forked processes.
     if not modules or _servers or sys.platform != "linux":
         yield
         return
-    _servers.append(_Server(modules, settings))
+    _servers.append(_Server(modules, settings, last))
     try:
         yield
     finally:

@@ -42,8 +42,8 @@ def test_the_error_of_a_killed_trainer_names_its_signal(cached) -> None:
         assert running.poll() is None, running.communicate()[1][-3000:]
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    # The process of pipeline/processes/fork_server.py, and the training that it has forked.
-    _, trainer = [
+    # The process of pipeline/processes/fork_server.py, which has become the training.
+    (trainer,) = [
         process
         for process in psutil.Process(running.pid).children(recursive=True)
         if process.cmdline()[1:2] == ["-m"]

@@ -1,7 +1,7 @@
 """`python -m pipeline.processes.worker.fork_server <module>...`: fork processes of entry modules.
 
 pipeline/processes/fork_server.py starts it, and describes its protocol. It computes nothing and uses no GPU,
-so a forked process inherits neither threads nor a CUDA context.
+so a forked process inherits neither threads nor a CUDA context. It becomes the last process itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.processes.worker.imports import quick_imports
 
 
 def main() -> None:
-    """Import the libraries of all entry modules, and fork a process for each order."""
+    """Import the libraries of all entry modules, and fork a process for each order but the last."""
     end_with_parent()
     # Libraries may print hints while they are imported.
     answers = os.dup(sys.stdout.fileno())
@@ -37,9 +37,16 @@ def main() -> None:
     server = os.getpid()
     while line := sys.stdin.buffer.readline():
         order = json.loads(line)
+        if order["is_last"]:
+            _become_process(order, answers, has_gpu=has_gpu)
+            return
         pid = os.fork()
         if pid == 0:
-            _become_process(order, answers, server, has_gpu=has_gpu)
+            # First, because the run waits for the answer, and then looks for processes of this session.
+            os.setsid()
+            # Not os.getppid(): the server may have been killed since the fork.
+            order["variables"][PARENT_VARIABLE] = str(server)
+            _become_process(order, answers, has_gpu=has_gpu)
             return
         _, status = os.waitpid(pid, 0)
         unfinished = Path(f"{order['status_file']}.unfinished")
@@ -48,16 +55,12 @@ def main() -> None:
     end_now(0)
 
 
-def _become_process(order: Mapping[str, Any], answers: int, server: int, *, has_gpu: bool) -> None:
-    """Take over environment and output of the job in this forked process, and run its entry module."""
-    # First, because the run waits for the answer, and then looks for processes of this session.
-    os.setsid()
+def _become_process(order: Mapping[str, Any], answers: int, *, has_gpu: bool) -> None:
+    """Take over environment and output of the job in this process, and run its entry module."""
     os.write(answers, f"{os.getpid()}\n".encode())
     os.close(answers)
 
     os.environ.update(order["variables"])
-    # Not os.getppid(): the server may have been killed since the fork.
-    os.environ[PARENT_VARIABLE] = str(server)
     output = os.open(order["output"], os.O_WRONLY | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, sys.stdin), (output, sys.stdout), (output, sys.stderr)):
@@ -84,7 +87,7 @@ def _has_gpu() -> bool:
 
 
 def _can_use_gpu() -> bool:
-    """Return whether this forked process can initialise CUDA."""
+    """Return whether this process, which may be forked, can initialise CUDA."""
     import torch
 
     # It cannot if the server has, as torch does to count GPUs without NVML.

@@ -121,6 +121,29 @@ def test_each_job_is_a_process_of_its_own_with_its_variables_output_and_status(t
     assert not is_running(server)
 
 
+def test_the_server_becomes_the_last_process_of_its_run(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS, last=MODULE):
+        last = result_of(tmp_path / "last", OF_THE_JOB="a value")
+        assert last["pid"] == server_pid(tmp_path)
+        assert last["server"] == os.getpid()
+        assert last["OF_THE_JOB"] == "a value"
+        # As after a step that Dagster repeats.
+        again = result_of(tmp_path / "again")
+        assert again["pid"] != last["pid"]
+
+
+def test_the_last_process_can_be_killed_and_no_other_waits_for_it(tmp_path: Path) -> None:
+    with fork_server([MODULE], SETTINGS, last=MODULE):
+        last = start(tmp_path, SLEEP_S="300")
+        assert result_of(tmp_path / "job")["server"] == os.getpid()
+        os.kill(last.pid, signal.SIGKILL)
+        assert last.wait() == -signal.SIGKILL
+    with fork_server([MODULE], SETTINGS, last=MODULE):
+        last = start(tmp_path, SLEEP_S="300")
+        assert is_running(last.pid)
+    assert not is_running(last.pid), "it ends with its run"
+
+
 def test_a_server_within_another_is_the_same(tmp_path: Path) -> None:
     with fork_server([MODULE], SETTINGS):
         server = server_pid(tmp_path)
@@ -214,7 +237,8 @@ def test_the_imports_of_the_server_initialise_no_cuda_on_a_machine_with_a_gpu(
     assert (completed.returncode, completed.stdout.strip()) == (0, ""), completed.stdout + completed.stderr
 
 
-def test_server_and_job_end_when_their_run_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [None, MODULE])
+def test_server_and_job_end_when_their_run_is_killed(tmp_path: Path, last: str | None) -> None:
     script = f"""
 import os
 from pathlib import Path
@@ -223,13 +247,13 @@ from pipeline.processes.fork_server import fork_server, start_process
 from pipeline.recipe import AccelerateSettings
 settings, folder = AccelerateSettings(num_processes=1), Path({str(tmp_path)!r})
 variables = launch_environment(settings, folder / "error.json") | {{"SLEEP_S": "300"}}
-with fork_server([{MODULE!r}], settings), (folder / "output.txt").open("wb") as output:
+with fork_server([{MODULE!r}], settings, last={last!r}), (folder / "output.txt").open("wb") as output:
     start_process(launch_command(settings, {MODULE!r}, folder / "job.json"), variables, output).wait()
 """
     with subprocess.Popen([sys.executable, "-c", script]) as run:
         job = tmp_path / "job.json"
         until(lambda: job.exists() and job.read_text())
-        pids = [json.loads(job.read_text())[name] for name in ("pid", "server")]
+        pids = [json.loads(job.read_text())["pid"], server_pid(tmp_path)]
         assert all(map(is_running, pids))
         run.kill()
     until(lambda: not any(map(is_running, pids)), seconds=20)
