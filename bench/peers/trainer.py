@@ -52,12 +52,14 @@ class Start:
         steps: Returns the number of finished steps from the end of the output.
         cwd: Working directory.
         variables: Additional environment variables.
+        max_s: Longest time until the last step, in seconds.
     """
 
     command: list[str]
     steps: Callable[[str], int]
     cwd: Path
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    max_s: float = 600.0
 
 
 @dataclass(frozen=True)
