@@ -8,10 +8,7 @@ from pathlib import Path
 
 from bench.peers.trainer import Place, Start, Task, checkout_python, steps_by
 
-NOTE = (
-    "pins the memory of cached latents, which fails without an accelerator; there the benchmark makes it do "
-    "nothing before `train.py` starts"
-)
+NOTE = "its pinning of the memory of cached latents fails without an accelerator, and is turned off there"
 
 STARTER = Path(__file__).with_name("start_simpletuner.py")
 
