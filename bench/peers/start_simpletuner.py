@@ -1,7 +1,7 @@
-"""Start SimpleTuner's train.py also without an accelerator: `CHECKOUT`.
+"""Start SimpleTuner's train.py so that it also trains without an accelerator: `CHECKOUT`.
 
 Runs with the Python of the checkout. SimpleTuner pins the memory of each latent that it reads from its cache,
-which torch refuses without an accelerator; nothing else changes.
+which torch refuses without an accelerator. There, pinning does nothing; nothing else changes.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _stand_in(name: str, functions: tuple[str, ...]) -> ModuleType:
     Any other attribute replaces it at once.
     """
     spec = find_spec(name)
-    assert spec is not None
+    assert spec is not None  # SciPy is a requirement
     # With its path and file, which imports and `inspect` look for in all modules.
     module: Any = module_from_spec(spec)
 
